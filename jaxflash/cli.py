@@ -1,0 +1,163 @@
+"""The `jaxflash` command: `demo`, `train`, `generate`, `explain`. Flags are the configuration's own field names."""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from jaxflash import checkpoint
+from jaxflash.config import Sampling, TrainConfig, override, preset, train_preset
+from jaxflash.corpus.tokens import default_cache_dir
+from pallas_kernels.attention.api import explain
+from pallas_kernels.dispatch import Unsupported
+from sharding.mesh import parse_mesh, use_cpu_devices
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that suggests the nearest flag or command."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.replace("'", " ").split()
+        known = [option for action in self._actions for option in action.option_strings]
+        near = [m for w in words if w.startswith("--") for m in difflib.get_close_matches(w.split("=")[0], known, n=1)]
+        hint = f" Did you mean {near[0]}?" if near else f" See `{self.prog} --help`."
+        raise SystemExit(f"{self.prog}: {message}.{hint}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point: runs one command; a wrong call or input ends with one paragraph on stderr and exit status 2."""
+    parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    for add in (_add_demo, _add_train, _add_generate, _add_explain):
+        add(commands)
+    args, extra = parser.parse_known_args(argv)
+    if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(extra)}")
+    try:
+        if args.cpu_devices is not None:
+            use_cpu_devices(args.cpu_devices)
+        # A resumed run, or the next generation, finds its programs compiled.
+        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir().with_name("xla")))
+        args.run(args)
+    except (ValueError, OSError, FloatingPointError, Unsupported) as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        sys.exit(2)
+
+
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    parser.add_argument("--cpu-devices", type=int, metavar="N", help="split the CPU into N devices, to try a mesh")
+    return parser
+
+
+def _add_fields(parser: argparse.ArgumentParser, config: type, *, skip: frozenset[str]) -> None:
+    for field in dataclasses.fields(config):
+        if field.name not in skip:
+            default = "" if field.default in (dataclasses.MISSING, None) else f" (default {field.default})"
+            parser.add_argument(f"--{field.name.replace('_', '-')}", metavar="X", help=f"{field.name}{default}")
+
+
+def _given(args: argparse.Namespace, config: type, *, skip: frozenset[str]) -> dict[str, Any]:
+    names = [f.name for f in dataclasses.fields(config) if f.name not in skip]
+    return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+
+
+_NOT_FLAGS = frozenset({"model", "data", "mesh"})
+
+
+def _add_train(commands: Any) -> None:
+    parser = _command(commands, "train", _train, "Train a model, or continue the run in --out.")
+    parser.add_argument("--preset", help="model and defaults (default: tiny, or what the run in --out has)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help=".txt or .jsonl files, folders, globs")
+    parser.add_argument("--mesh", help="for instance fsdp=4,tensor=2")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance model.n_layers=2")
+    _add_fields(parser, TrainConfig, skip=_NOT_FLAGS)
+
+
+def _train(args: argparse.Namespace) -> None:
+    from jaxflash.train import train
+
+    run = train(train_config(args))
+    where = "" if run.path is None else f", in {run.path}/"
+    why = f"stopped by {run.stopped}" if run.stopped else "done"
+    Console(stderr=True).print(f"{why} at step {int(run.state.step)}{where}", highlight=False)
+
+
+def train_config(args: argparse.Namespace) -> TrainConfig:
+    """The TrainConfig that the flags of `jaxflash train` describe, on top of the preset or of the run in --out."""
+    changes = _given(args, TrainConfig, skip=_NOT_FLAGS)
+    for item in args.set:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"train: --set {item!r} - must be KEY=VALUE, for instance model.n_layers=2.")
+        changes[key] = value
+    if args.data is not None:
+        changes["data"] = tuple(args.data)
+    if args.mesh is not None:
+        changes["mesh"] = parse_mesh(args.mesh)
+    if args.preset is None and args.out is not None and (Path(args.out) / "config.json").exists():
+        return override(checkpoint.read_config(Path(args.out)), changes)
+    return train_preset(args.preset or "tiny", **changes)
+
+
+def _add_generate(commands: Any) -> None:
+    parser = _command(commands, "generate", _generate, "Continue prompts with a trained model.")
+    parser.add_argument("--model", required=True, metavar="DIR", help="the folder of a run")
+    parser.add_argument("--prompt", action="append", required=True, help="a text to continue; may be repeated")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
+    parser.add_argument("--stop-tokens", nargs="+", type=int, metavar="ID", help="default: the tokenizer's end of text")
+    _add_fields(parser, Sampling, skip=frozenset({"stop_tokens"}))
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from jaxflash.generate import generate
+    from jaxflash.language_model import load
+
+    sampling = override(Sampling(), _given(args, Sampling, skip=frozenset()))
+    texts = generate(load(args.model, step=args.step), args.prompt, sampling)
+    for prompt, text in zip(args.prompt, texts, strict=True):
+        print(prompt + text)
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(commands, "demo", _demo, "Train the tiny preset on the shipped corpus, stop, and resume.")
+    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="run folder (default runs/demo)")
+    parser.add_argument("--steps", type=int, default=600, help="steps before the stop (default 600)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance packing=stream")
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from jaxflash.demo import demo, demo_config
+
+    changes = dict(item.partition("=")[::2] for item in args.set)
+    demo(demo_config(Path(args.out), steps=args.steps, **changes))
+
+
+def _add_explain(commands: Any) -> None:
+    parser = _command(commands, "explain", _explain, "Which attention a preset's training step would run, and why.")
+    parser.add_argument("--preset", default="1b")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--packing", choices=("documents", "stream"), default="stream")
+
+
+def _explain(args: argparse.Namespace) -> None:
+    config = preset(args.preset)
+    rows, dtype = (args.batch_size, args.seq_len), config.compute_dtype
+    query = jax.ShapeDtypeStruct((*rows, config.n_heads, config.head_dim), dtype)
+    key = jax.ShapeDtypeStruct((*rows, config.n_kv_heads, config.head_dim), dtype)
+    segments = jax.ShapeDtypeStruct(rows, "int32") if args.packing == "documents" else None
+    window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
+    print(explain(query, key, key, is_causal=True, segment_ids=segments, local_window_size=window))
+
+
+if __name__ == "__main__":
+    main()

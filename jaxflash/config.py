@@ -1,0 +1,380 @@
+"""What a model, a training run and a sampler are made of: frozen dataclasses, presets, dotted overrides and JSON."""
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Packing = Literal["documents", "stream"]
+DType = Literal["float32", "bfloat16"]
+Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama-3 frequency scaling of the rotary embedding (Llama 3 report, 3.2; as published in `rope_scaling`)."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self):
+        if self.factor < 1 or self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"RopeScaling: {self.factor=} must be at least 1 and {self.low_freq_factor=} below "
+                f"{self.high_freq_factor=}. Copy the values of the checkpoint's rope_scaling."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder: Llama 2/3, Mistral, Qwen 2/3 and SmolLM2 are settings of it, not code.
+
+    Sizes count elements; `head_dim` is per head; `context` is the longest sequence the rotary table is meant for;
+    `sliding_window` counts the keys a query sees, itself included. `attention` names an implementation of
+    `dot_product_attention`, None lets the dispatcher choose.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    context: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    sliding_window: int | None = None
+    param_dtype: DType = "float32"
+    compute_dtype: DType = "bfloat16"
+    attention: str | None = None
+    remat: Remat = "none"
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        _check_literals("ModelConfig", self)
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ModelConfig: {name}={getattr(self, name)} - must be at least 1.")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"ModelConfig: n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}. Every "
+                "key/value head serves the same number of query heads; choose a divisor of n_heads."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"ModelConfig: head_dim={self.head_dim} is odd - the rotary embedding rotates pairs.")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"ModelConfig: sliding_window={self.sliding_window} - must be at least 1, or None.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. The fields in `RESUMABLE` may differ when a run folder is continued; all others name the run.
+
+    data: files, folders or globs of .txt and .jsonl (None: the shipped corpus). tokenizer: "byte" or the path of a
+    tokenizer.json. seq_len: tokens a row; batch_size: rows an optimizer step over the whole mesh, of which
+    `accumulate` equal parts are computed one after the other. Learning rate: linear over `warmup_steps`, then a cosine
+    to `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`). eval_every, checkpoint_every: steps
+    (0: only at the end). eval_batches: batches an evaluation (0: the whole validation split).
+    """
+
+    model: ModelConfig
+    data: tuple[str, ...] | None = None
+    tokenizer: str = "byte"
+    packing: Packing = "documents"
+    validation_fraction: float = 0.1
+    seq_len: int = 128
+    batch_size: int = 32
+    accumulate: int = 1
+    steps: int = 100
+    schedule_steps: int | None = None
+    learning_rate: float = 3e-4
+    warmup_steps: int = 10
+    final_lr_fraction: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    loss_chunk: int = 1024
+    seed: int = 0
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    out: str | None = None
+    eval_every: int = 0
+    eval_batches: int = 0
+    checkpoint_every: int = 0
+    keep: int = 2
+
+    def __post_init__(self):
+        # JSON and callers hand over lists; a frozen dataclass keeps tuples and a plain dict.
+        object.__setattr__(self, "data", None if self.data is None else tuple(map(str, _as_tuple(self.data))))
+        object.__setattr__(self, "mesh", dict(self.mesh))
+        _check_literals("TrainConfig", self)
+        for name in ("seq_len", "batch_size", "accumulate", "steps", "decay_steps", "loss_chunk", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must be at least 1.")
+        for name in ("warmup_steps", "eval_every", "eval_batches", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must not be negative.")
+        if self.seq_len > self.model.context:
+            raise ValueError(
+                f"TrainConfig: seq_len={self.seq_len} is longer than the model's context={self.model.context}. "
+                "Shorten the rows, or set model.context."
+            )
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"TrainConfig: batch_size={self.batch_size} is not divisible by accumulate={self.accumulate}. "
+                f"Use batch_size={_next_multiple(self.batch_size, self.accumulate)}."
+            )
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"TrainConfig: validation_fraction={self.validation_fraction} - must lie between 0 and 1.")
+        if not (self.learning_rate > 0 and self.clip_norm > 0):
+            raise ValueError(f"TrainConfig: {self.learning_rate=} and {self.clip_norm=} must be positive.")
+
+    @property
+    def decay_steps(self) -> int:
+        """The step at which the learning rate reaches its floor."""
+        return self.steps if self.schedule_steps is None else self.schedule_steps
+
+
+# What may change between two calls that continue one run: how far, where, and how often it reports.
+RESUMABLE = frozenset({"steps", "mesh", "out", "eval_every", "eval_batches", "checkpoint_every", "keep"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn: temperature 0 is greedy; top_k 0 and top_p 1 keep every token."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_tokens: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        if self.max_new_tokens < 1:
+            raise ValueError(f"Sampling: max_new_tokens={self.max_new_tokens} - must be at least 1.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"Sampling: temperature={self.temperature} - must be 0 (greedy) or positive and finite.")
+        if self.top_k < 0:
+            raise ValueError(f"Sampling: top_k={self.top_k} - must be 0 (off) or positive.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"Sampling: top_p={self.top_p} - must lie in (0, 1]; 1 is off.")
+
+
+def _llama(**sizes: Any) -> dict[str, Any]:
+    return dict(vocab_size=128256, head_dim=128, n_kv_heads=8, rope_theta=500_000.0) | sizes
+
+
+_LLAMA31 = RopeScaling(factor=8.0)
+_LLAMA32 = RopeScaling(factor=32.0)
+
+# Sizes as published in each checkpoint's config.json; tests/jaxflash/test_model.py holds the published counts.
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(
+        vocab_size=320, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, d_ff=384, context=512,
+        tie_embeddings=True, compute_dtype="float32",
+    ),
+    "smollm2-135m": dict(
+        vocab_size=49152, d_model=576, n_layers=30, n_heads=9, n_kv_heads=3, head_dim=64, d_ff=1536, context=8192,
+        rope_theta=100_000.0, tie_embeddings=True,
+    ),
+    "qwen2.5-0.5b": dict(
+        vocab_size=151936, d_model=896, n_layers=24, n_heads=14, n_kv_heads=2, head_dim=64, d_ff=4864, context=32768,
+        rope_theta=1e6, norm_eps=1e-6, qkv_bias=True, tie_embeddings=True,
+    ),
+    "qwen3-0.6b": dict(
+        vocab_size=151936, d_model=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, d_ff=3072, context=40960,
+        rope_theta=1e6, norm_eps=1e-6, qk_norm=True, tie_embeddings=True,
+    ),
+    "1b": _llama(
+        d_model=2048, n_layers=16, n_heads=32, head_dim=64, d_ff=8192, context=131072, rope_scaling=_LLAMA32,
+        tie_embeddings=True,
+    ),
+    "3b": _llama(
+        d_model=3072, n_layers=28, n_heads=24, d_ff=8192, context=131072, rope_scaling=_LLAMA32, tie_embeddings=True,
+    ),
+    "llama2-7b": dict(
+        vocab_size=32000, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, d_ff=11008, context=4096,
+    ),
+    "mistral-7b": dict(
+        vocab_size=32000, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, d_ff=14336, context=32768,
+        sliding_window=4096,
+    ),
+    "qwen2.5-7b": dict(
+        vocab_size=152064, d_model=3584, n_layers=28, n_heads=28, n_kv_heads=4, head_dim=128, d_ff=18944, context=32768,
+        rope_theta=1e6, norm_eps=1e-6, qkv_bias=True,
+    ),
+    "qwen3-8b": dict(
+        vocab_size=151936, d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, d_ff=12288, context=40960,
+        rope_theta=1e6, norm_eps=1e-6, qk_norm=True,
+    ),
+    "llama3-8b": _llama(d_model=4096, n_layers=32, n_heads=32, d_ff=14336, context=8192),
+    "llama3.1-8b": _llama(
+        d_model=4096, n_layers=32, n_heads=32, d_ff=14336, context=131072, rope_scaling=_LLAMA31,
+    ),
+    "llama3-70b": _llama(d_model=8192, n_layers=80, n_heads=64, d_ff=28672, context=8192),
+}  # fmt: skip
+
+# Rows, batch and rate that suit a preset; a preset not named here trains with the defaults below.
+_TRAIN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "tiny": dict(seq_len=128, batch_size=32, learning_rate=3e-3, warmup_steps=20, weight_decay=0.01),
+}
+_LARGE_DEFAULTS: dict[str, Any] = dict(seq_len=4096, batch_size=8, warmup_steps=100, packing="stream")
+
+
+def preset(name: str, **changes: Any) -> ModelConfig:
+    """The ModelConfig called `name`, with some fields changed: `preset("tiny", n_layers=2)`."""
+    if name not in PRESETS:
+        raise ValueError(f"preset: unknown {name=}. {_nearest(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+    config = ModelConfig(**PRESETS[name])
+    return override(config, changes)
+
+
+def train_preset(name: str, **changes: Any) -> TrainConfig:
+    """The TrainConfig that suits preset `name`, with fields changed, dotted ones too: `{"model.n_layers": 2}`."""
+    model = preset(name)
+    defaults = _TRAIN_DEFAULTS.get(name, _LARGE_DEFAULTS)
+    if name not in _TRAIN_DEFAULTS:
+        model = dataclasses.replace(model, remat="dots_and_attention")
+    return override(TrainConfig(model=model, **defaults), changes)
+
+
+def override[C](config: C, changes: Mapping[str, Any]) -> C:
+    """`config` with each dotted key set; strings are read as the field's type (`"none"` is None).
+
+    Raises:
+      ValueError: an unknown key (the nearest is named) or a value of the wrong type.
+    """
+    nested: dict[str, dict[str, Any]] = {}
+    flat: dict[str, Any] = {}
+    hints = typing.get_type_hints(type(config))
+    for key, value in changes.items():
+        head, _, rest = key.partition(".")
+        if head not in hints:
+            raise ValueError(f"{type(config).__name__}: unknown key {key!r}. {_nearest(head, hints)}")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            flat[head] = _read(f"{type(config).__name__}.{head}", value, hints[head])
+    for head, inner in nested.items():
+        base = flat.get(head, getattr(config, head))
+        if not dataclasses.is_dataclass(base):
+            raise ValueError(f"{type(config).__name__}: {head!r} is {base!r} and has no fields. Set {head} itself.")
+        flat[head] = override(base, inner)
+    return dataclasses.replace(config, **flat)  # type: ignore[type-var]
+
+
+def to_json(config: TrainConfig) -> str:
+    """The whole configuration as JSON text, read back by `from_json`."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json(text: str) -> TrainConfig:
+    """Inverse of `to_json`. Unknown or missing keys, and values of the wrong type, raise ValueError naming them."""
+    values = json.loads(text)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"TrainConfig: the JSON text is a {type(values).__name__} - must be an object of its fields.")
+    return _build(TrainConfig, values, "TrainConfig")
+
+
+def differences(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys, `RESUMABLE` ones left out, in which two runs differ, with both values."""
+    # A schedule that follows `steps` is part of the run, `steps` itself is not: compare what the rate will do.
+    left, right = (_flatten(dataclasses.asdict(c) | {"schedule_steps": c.decay_steps}) for c in (a, b))
+    keys = [k for k in left | right if k.split(".")[0] not in RESUMABLE]
+    return {k: (left.get(k), right.get(k)) for k in keys if left.get(k) != right.get(k)}
+
+
+def _build[C](cls: type[C], values: Mapping[str, Any], where: str) -> C:
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in hints:
+            raise ValueError(f"{where}: unknown key {key!r}. {_nearest(key, hints)}")
+    kwargs = {}
+    for key, value in values.items():
+        inner = next((t for t in (hints[key], *typing.get_args(hints[key])) if dataclasses.is_dataclass(t)), None)
+        nested = inner is not None and isinstance(value, Mapping)
+        path = f"{where}.{key}"
+        kwargs[key] = _build(inner, value, path) if nested else _read(path, value, hints[key])  # type: ignore[arg-type]
+    try:
+        return cls(**kwargs)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}. Is the file from another version?") from error
+
+
+def _read(where: str, value: Any, hint: Any) -> Any:
+    """`value`, or what the string `value` says, as the type `hint`."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in options):
+        if type(None) not in options:
+            raise ValueError(f"{where}: None is not allowed.")
+        return None
+    target = next(t for t in options if t is not type(None))
+    origin, args = typing.get_origin(target), typing.get_args(target)
+    if origin is Literal:
+        what, _, name = where.rpartition(".")
+        _check_literal(what, name, value, args)
+        return value
+    try:
+        if origin is tuple:
+            items = [part for part in value.split(",") if part] if isinstance(value, str) else value
+            return tuple(_read(where, item, args[0]) for item in items)
+        if target is bool:
+            return value if isinstance(value, bool) else {"true": True, "false": False}[str(value).lower()]
+        if target is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError
+        if target is int or target is float or target is str:
+            return target(value)
+        if not isinstance(value, origin or target):
+            raise TypeError
+    except (ValueError, TypeError, KeyError):
+        kind = getattr(target, "__name__", str(target))
+        raise ValueError(f"{where}: {value!r} is not of type {kind}. Give a {kind}.") from None
+    return value
+
+
+def _check_literals(what: str, config: Any) -> None:
+    for name, hint in typing.get_type_hints(type(config)).items():
+        if typing.get_origin(hint) is Literal:
+            _check_literal(what, name, getattr(config, name), typing.get_args(hint))
+
+
+def _check_literal(what: str, name: str, value: Any, options: tuple) -> None:
+    if value not in options:
+        raise ValueError(f"{what}: unknown {name}={value!r}. {_nearest(str(value), options)} Known: {options}.")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
+    return f"Did you mean {match[0]!r}?" if match else "Nothing similar is known."
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key != "mesh":
+            out |= _flatten(value, f"{prefix}{key}.")
+        else:
+            out[prefix + key] = value
+    return out
+
+
+def _as_tuple(value: Any) -> tuple:
+    return (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+
+
+def _next_multiple(n: int, k: int) -> int:
+    return -(-n // k) * k

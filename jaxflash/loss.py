@@ -1,0 +1,60 @@
+"""Losses as (sum, count) pairs: they add up over microbatches, devices and batches, and are divided once at the end.
+
+The mean of microbatch means weighs a token by how full its microbatch is; with ragged masks the gradient is wrong by
+tens of per cent. A sum and a count cannot go wrong that way.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def cross_entropy(
+    logits: Float[Array, "b t v"], targets: Int[Array, "b t"], mask: Bool[Array, "b t"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Sum over unmasked tokens of `logsumexp(logits) - logits[target]` in nats, and their number; both float32.
+
+    What a masked place holds does not matter, NaN and inf included, its target may be any id: value and gradient are
+    exactly zero.
+    """
+    # Cleared before the arithmetic: zero times the derivative of a NaN is NaN.
+    logits = jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0)
+    # Shifted before the target is taken: the difference of two large numbers would lose the small loss.
+    logits = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    nats = jnp.log(jnp.exp(logits).sum(axis=-1)) - chosen
+    return jnp.where(mask, nats, 0.0).sum(), mask.sum().astype(jnp.float32)
+
+
+def chunked_cross_entropy(
+    head: Callable[[Float[Array, "b c d"]], Float[Array, "b c v"]],
+    hidden: Float[Array, "b t d"],
+    targets: Int[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """`cross_entropy(head(hidden), ...)` with the logits of at most `chunk` places of each row alive at a time.
+
+    The backward pass computes each chunk's logits again, so memory is O(B chunk V) instead of O(B T V). The last chunk
+    is filled up with masked places when T is not a multiple of `chunk`. A masked hidden state may hold NaN or inf too.
+    """
+    length = hidden.shape[1]
+    hidden = jnp.where(mask[..., None], hidden, 0)  # the head's gradient multiplies it by zero, and zero NaN is NaN
+    if length <= chunk:
+        return cross_entropy(head(hidden), targets, mask)
+    count = -(-length // chunk)
+
+    def chunks(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
+        return padded.reshape(x.shape[0], count, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def one(xs):
+        part, part_targets, part_mask = xs
+        return cross_entropy(head(part), part_targets, part_mask)
+
+    sums, counts = jax.lax.map(one, (chunks(hidden), chunks(targets), chunks(mask)))
+    return sums.sum(), counts.sum()

@@ -1,0 +1,189 @@
+"""One optimizer step, one evaluation step, and their compilation for a mesh.
+
+    abstract model -> rules -> shardings of parameters, optimizer state and step -> ahead-of-time compiled functions
+
+Step and evaluation are compiled once: a call of another shape, dtype or layout is an error, not a second compilation.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxflash.checkpoint import TrainState
+from jaxflash.config import TrainConfig
+from jaxflash.loss import chunked_cross_entropy
+from jaxflash.model import abstract, axis_units, init_params
+from sharding import rules
+
+
+def make_optimizer(config: TrainConfig, axes: Any) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Global-norm clipping, then AdamW (1711.05101) with linear warm-up and cosine decay; and the schedule itself.
+
+    Matrices are decayed, norm scales and biases are not. axes: the parameters' logical axes, for their tree and names.
+    """
+    warm, decay = config.warmup_steps, config.decay_steps
+    cosine = optax.cosine_decay_schedule(config.learning_rate, max(decay - warm, 1), config.final_lr_fraction)
+    ramp = optax.linear_schedule(0.0, config.learning_rate, max(warm, 1))
+    joined = optax.join_schedules([ramp, cosine], [warm])
+
+    def schedule(count):  # counted from one: a first step at rate zero would be a wasted batch
+        return joined(count + 1)
+
+    def is_matrix(path, _) -> bool:
+        return path[-1].key in ("weight", "table")
+
+    mask = jax.tree_util.tree_map_with_path(is_matrix, axes, is_leaf=lambda a: isinstance(a, tuple))
+    adamw = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=mask)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw), schedule
+
+
+def loss_sum(graph: Any, params: Any, rows: dict[str, jax.Array], chunk: int) -> tuple[jax.Array, jax.Array]:
+    """Summed next-token loss of (b, T) rows in nats, and the number of tokens it sums over."""
+    model = nnx.merge(graph, params)
+    hidden = model.hidden(rows["tokens"], positions=rows["positions"], segment_ids=rows.get("segment_ids"))
+    return chunked_cross_entropy(model.logits, hidden, rows["targets"], rows["loss_mask"], chunk=chunk)
+
+
+def gradients(graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int) -> tuple[Any, jax.Array, jax.Array]:
+    """Gradient of the mean loss over all tokens of an (A, b, T) batch in float32, the loss sum and the token count.
+
+    The A microbatches are summed, tokens and all, and divided once: the same gradient for any A.
+    """
+    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk), has_aux=True)
+
+    def add(carry, rows):
+        (total, count), grads = grad(params, rows)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (grads, total, count)), None
+
+    if batch["tokens"].shape[0] == 1:  # no accumulator to hold beside the gradient
+        (total, count), grads = grad(params, {k: v[0] for k, v in batch.items()})
+    else:
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        start = (zeros, jnp.zeros(()), jnp.zeros(()))
+        (grads, total, count), _ = jax.lax.scan(add, start, batch)
+    scale = 1.0 / jnp.maximum(count, 1.0)
+    return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads), total, count
+
+
+def train_step(
+    graph: Any,
+    tx: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    chunk: int,
+    shardings: Any,
+    state: TrainState,
+    batch: dict[str, jax.Array],
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step; pure. shardings: the parameters', which their gradients take too."""
+    grads, total, count = gradients(graph, state.params, batch, chunk)
+    grads = jax.lax.with_sharding_constraint(grads, shardings)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {
+        "loss": total / jnp.maximum(count, 1.0),
+        "tokens": count,
+        "grad_norm": optax.tree.norm(grads),
+        "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+    }
+    return TrainState(params, opt_state, state.step + 1), metrics
+
+
+def eval_step(graph: Any, chunk: int, params: Any, sums: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+    """`sums + (loss sum, token count)` of (b, T) rows."""
+    return sums + jnp.stack(loss_sum(graph, params, rows, chunk))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A run's compiled pieces on its mesh: shapes and layouts of the state, and the functions that move it."""
+
+    mesh: Mesh
+    state: TrainState  # ShapeDtypeStructs with shardings
+    init: Callable[[], TrainState]
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[[Any, jax.Array, Any], jax.Array]
+
+    def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Host rows (..., b, T) onto the mesh, rows over the batch axes; each process gives its own of them."""
+
+        def one(x: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(x.shape, _rows_sharding(self.mesh, x.ndim), lambda index: x[index])
+
+        return {name: one(x) for name, x in arrays.items()}
+
+
+def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
+    """Lays the state out by rule and compiles step and evaluation; nothing is allocated before every check has passed.
+
+    Raises:
+      ValueError: a parameter's dim, the heads or the batch do not divide over the mesh; all are named at once.
+    """
+    graph, shapes, axes = abstract(config.model)
+    check_batch(config, mesh)
+    rules.check(shapes, axes, mesh, units=axis_units(config.model))
+    tx, schedule = make_optimizer(config, axes)
+
+    def init() -> TrainState:
+        params = init_params(config.model, config.seed)
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+
+    with jax.set_mesh(mesh):
+        shapes = jax.eval_shape(init)
+        params = rules.shardings(axes, mesh)
+        opt_state = rules.state_shardings(tx, shapes.opt_state, params, mesh)
+        shardings = TrainState(params, opt_state, NamedSharding(mesh, P()))
+        state = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
+
+        step = functools.partial(train_step, graph, tx, schedule, config.loss_chunk, params)
+        replicated = NamedSharding(mesh, P())
+        step = jax.jit(step, out_shardings=(shardings, replicated), donate_argnums=0)
+        evaluate = jax.jit(functools.partial(eval_step, graph, config.loss_chunk), out_shardings=replicated)
+        rows = _abstract_rows(config, mesh)
+        sums = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=replicated)
+        micro = {k: _micro(v, mesh) for k, v in rows.items()}
+        return Program(
+            mesh=mesh,
+            state=state,
+            init=jax.jit(init, out_shardings=shardings),
+            step=step.lower(state, rows).compile(),
+            evaluate=evaluate.lower(state.params, sums, micro).compile(),
+        )
+
+
+def check_batch(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises ValueError unless every microbatch splits evenly over the mesh's batch axes."""
+    ways = math.prod(mesh.shape[axis] for axis in rules.RULES["batch"])
+    rows = config.batch_size // config.accumulate
+    if rows % ways:
+        nearest = max(round(rows / ways), 1) * ways * config.accumulate
+        raise ValueError(
+            f"train: batch_size={config.batch_size} with accumulate={config.accumulate} gives {rows} rows at a time, "
+            f"not divisible by the {ways} ways of the mesh's batch axes {dict(mesh.shape)}. "
+            f"The nearest batch_size that works is {nearest}."
+        )
+
+
+def _abstract_rows(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    shape = (config.accumulate, config.batch_size // config.accumulate, config.seq_len)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.bool_, "positions": jnp.int32}
+    if config.packing == "documents":
+        dtypes["segment_ids"] = jnp.int32
+    return {k: jax.ShapeDtypeStruct(shape, d, sharding=_rows_sharding(mesh, 3)) for k, d in dtypes.items()}
+
+
+def _rows_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    return NamedSharding(mesh, P(*[None] * (ndim - 2), *rules.spec(("batch", "sequence"))))
+
+
+def _micro(rows: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype, sharding=_rows_sharding(mesh, 2))

@@ -1,0 +1,160 @@
+"""Training: a straight loop around a compiled step.
+
+The state is donated. Metrics of a step are read after the next one is dispatched, so that the device never waits for
+the host. Nothing is saved before its loss is known to be finite.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxflash import checkpoint
+from jaxflash.checkpoint import Checkpoints, TrainState
+from jaxflash.config import TrainConfig
+from jaxflash.data import Batch, Dataset, batches, open_dataset, validation_batches
+from jaxflash.language_model import LanguageModel
+from jaxflash.model import flops_per_token
+from jaxflash.progress import Progress, StopRequest, keep_records
+from jaxflash.step import Program, check_batch, compile_program
+from jaxflash.tokenizer import load_tokenizer
+from pallas_kernels.device import current_device, peak_flops
+from sharding.mesh import make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What `train` leaves behind: the configuration, every record it logged, and the trained state.
+
+    stopped: None, or why the run ended before `config.steps` (a signal); it continues where it stopped.
+    """
+
+    config: TrainConfig
+    path: Path | None
+    records: list[dict[str, Any]]
+    state: TrainState
+    dataset: Dataset
+    stopped: str | None
+
+    @property
+    def model(self) -> LanguageModel:
+        """The trained model with its tokenizer, ready for `generate`."""
+        return LanguageModel(self.config.model, self.state.params, self.dataset.tokenizer)
+
+    def curve(self, name: str = "loss") -> tuple[list[int], list[float]]:
+        """Steps and values of one logged quantity: "loss", "validation_loss", "grad_norm", ..."""
+        rows = [r for r in self.records if name in r]
+        return [r["step"] for r in rows], [r[name] for r in rows]
+
+
+def train(
+    config: TrainConfig, *, on_record: Callable[[dict[str, Any]], None] | None = None, quiet: bool = False
+) -> Run:
+    """Trains, or continues, the run that `config` describes.
+
+    With `config.out`, the folder holds configuration, metrics and checkpoints, and a later call continues it: from the
+    newest checkpoint, with the batch after the last one seen, on any mesh; on the same mesh bit for bit. Without, the
+    result lives in memory only. A first interrupt (Ctrl-C, SIGTERM) finishes the step, saves and returns.
+
+    on_record: called with every logged record (a live chart in a notebook). quiet: no progress bar.
+
+    Raises:
+      ValueError, FileNotFoundError: bad configuration, data or folder, before anything is compiled.
+      FloatingPointError: loss or gradient is not finite; names the step. The last checkpoint is from before it.
+    """
+    mesh = make_mesh(config.mesh)
+    dataset = open_dataset(
+        config.data,
+        load_tokenizer(config.tokenizer),
+        seq_len=config.seq_len,
+        packing=config.packing,
+        vocab_size=config.model.vocab_size,
+        validation_fraction=config.validation_fraction,
+    )
+    path = None if config.out is None else Path(config.out)
+    check_batch(config, mesh)
+    if path is not None:
+        checkpoint.open_run(path, config)
+        dataset.tokenizer.save(path)
+    program = compile_program(config, mesh)
+    with jax.set_mesh(mesh), StopRequest() as stop, _checkpoints(path, config) as saved:
+        state, first = _start(program, saved, dataset)
+        if path is not None:
+            # Rows written after the checkpoint belong to steps that are about to be taken again.
+            keep_records(path / "metrics.jsonl", up_to=first)
+        with Progress(config, path, first=first, on_record=on_record, quiet=quiet, mfu=_mfu(config, mesh)) as progress:
+            state = _loop(config, program, dataset, state, first, saved, progress, stop)
+            return Run(config, path, progress.records, state, dataset, stop.reason)
+
+
+def _loop(config, program: Program, dataset: Dataset, state, first: int, saved, progress: Progress, stop) -> TrainState:
+    pending = None
+    rows = _microbatches(config, batches(dataset.train, batch_size=config.batch_size, seed=config.seed, start=first))
+    for step in range(first + 1, config.steps + 1):
+        state, metrics = program.step(state, program.put(next(rows)))
+        if pending is not None:
+            progress.step(*pending)
+        pending = (step, metrics)
+        last = step == config.steps or stop.reason is not None
+        if last or _due(config.eval_every, step) or _due(config.checkpoint_every, step):
+            progress.step(*pending)  # also refuses to save what is not finite
+            pending = None
+        if last or _due(config.eval_every, step):
+            progress.validation(step, evaluate(config, program, dataset, state.params))
+        if saved is not None and (last or _due(config.checkpoint_every, step)):
+            saved.save(state, step, data=dataset.fingerprint)
+        if stop.reason is not None:
+            break
+    return state
+
+
+def evaluate(config: TrainConfig, program: Program, dataset: Dataset, params: Any) -> float:
+    """Mean next-token loss in nats over the validation split (its first `eval_batches` batches, if set)."""
+    sums = jax.device_put(np.zeros(2, np.float32), NamedSharding(program.mesh, P()))
+    size = config.batch_size // config.accumulate
+    for i, batch in enumerate(validation_batches(dataset.validation, batch_size=size)):
+        if config.eval_batches and i == config.eval_batches:
+            break
+        sums = program.evaluate(params, sums, program.put(_arrays(batch)))
+    total, count = np.asarray(sums)
+    return float(total / count) if count else math.nan
+
+
+def _start(program: Program, saved: Checkpoints | None, dataset: Dataset) -> tuple[TrainState, int]:
+    """A fresh state, or the newest saved one; and how many steps it has taken."""
+    if saved is None or saved.latest is None:
+        return program.init(), 0
+    step = saved.latest
+    return saved.restore(program.state, step, data=dataset.fingerprint), step
+
+
+def _checkpoints(path: Path | None, config: TrainConfig) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    return contextlib.nullcontext() if path is None else Checkpoints(path, keep=config.keep)
+
+
+def _microbatches(config: TrainConfig, source: Iterator[Batch]) -> Iterator[dict[str, np.ndarray]]:
+    """(B, T) batches as (A, B/A, T), the order of rows kept."""
+    shape = (config.accumulate, config.batch_size // config.accumulate, config.seq_len)
+    for batch in source:
+        yield {name: array.reshape(shape) for name, array in _arrays(batch).items()}
+
+
+def _arrays(batch: Batch) -> dict[str, np.ndarray]:
+    return {name: array for name, array in batch._asdict().items() if array is not None}
+
+
+def _mfu(config: TrainConfig, mesh: Mesh) -> float | None:
+    """MFU of one token a second over the mesh; None where the device's peak is not known."""
+    peak = peak_flops(current_device())
+    return None if peak is None else flops_per_token(config.model, config.seq_len) / (peak * mesh.size)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,1 @@
+"""Kernel families over arrays: attention, and what every family shares."""

@@ -1,0 +1,156 @@
+"""The public attention call: checks, chooses an implementation, and gives every one of them the same semantics."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention import cudnn, reference
+from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, make_spec, segment_sides
+from pallas_kernels.device import Device, current_device
+
+# In order of preference.
+IMPLEMENTATIONS = (cudnn.IMPLEMENTATION, reference.XLA_CHUNKED, reference.XLA)
+
+SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+    implementation: str | None = None,
+    causal_alignment: CausalAlignment = "top_left",
+    segment_ids: SegmentIds | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Scaled dot-product attention: a drop-in for `jax.nn.dot_product_attention`.
+
+        out_i = sum_j softmax_j(scale * q_i . k_j + bias_ij) v_j    over the keys j that query i sees
+
+    Args:
+      query: (B, T, N, H), or (T, N, H), which is a batch of one.
+      key: (B, S, K, H) with N a multiple of K; query head n reads key/value head n // (N // K).
+      value: (B, S, K, H_v). query, key and value share one dtype: float16, bfloat16, float32 or float64.
+      bias: floating, broadcastable to (B, N, T, S) (never expanded in memory). -inf hides the pair.
+      mask: bool, broadcastable to (B, N, T, S); True where attention is allowed.
+      scale: a number or a scalar array; None: 1 / sqrt(H).
+      is_causal: query i sees keys j <= i + shift, where `causal_alignment` sets the shift.
+      query_seq_lengths: int (B,); rows from the length on see nothing.
+      key_value_seq_lengths: int (B,); keys from the length on are seen by nothing.
+      local_window_size: (left, right): query i sees keys i + shift - left ... i + shift + right, both included; an
+        int w means (w, w), also with `is_causal`.
+      return_residual: also return jax.nn's residual: the LSE in the key dtype, without gradient.
+      implementation: a name to get that implementation or an error; None: the first that applies, never an error.
+      causal_alignment: "top_left": shift 0. "bottom_right": shift S - T, or with lengths the difference of each batch
+        entry's two lengths: the last query is level with the last key. Applies to `is_causal` and the window.
+      segment_ids: int (B, T) where T == S, or a pair of int (B, T) and (B, S). Tokens attend within equal ids only,
+        wherever those stand. A negative id is padding: it sees nothing and nothing sees it.
+      return_lse: also return the LSE, natural log, in float32 (float64 for float64 inputs), differentiable.
+
+    Returns:
+      out (B, T, N, H_v) in the query's dtype; with `return_residual` or `return_lse` a pair (out, (B, T, N)). A 3-D
+      query gives results without B.
+
+    A row that sees no key gives out 0 and LSE -inf, with zero gradients. What is masked, by whichever argument,
+    contributes nothing whatever it holds, NaN and inf included, forward and in gradients; a row that does see a key
+    or value with a NaN or inf in it is NaN. Softmax and sums are float32 (float64 for float64 inputs).
+
+    Raises:
+      ValueError: the arguments have no meaning together, or the name is unknown.
+      Unsupported: the named implementation cannot serve the call; the message says why.
+
+    Sources: arXiv 1706.03762, section 3.2.1; arXiv 2205.14135, section 3.1; arXiv 2305.13245 (K < N).
+
+    >>> import jax.numpy as jnp
+    >>> q = jnp.zeros((1, 2, 1, 4))
+    >>> v = jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)
+    >>> dot_product_attention(q, q, v, is_causal=True).ravel()
+    Array([1., 2.], dtype=float32)
+    """
+    q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    # NumPy's numbers count as numbers: only an array is traced, differentiable and unknown to a kernel builder.
+    scale = float(scale) if isinstance(scale, (int, float, np.number)) else _array(scale)
+    full_bias, full_mask = _array(bias, rank=4), _array(mask, rank=4)
+    query_lengths, kv_lengths = _array(query_seq_lengths), _array(key_value_seq_lengths)
+    query_segments, kv_segments = (None, None) if segment_ids is None else map(_array, segment_sides(segment_ids))
+    spec = make_spec(
+        q,
+        k,
+        v,
+        full_bias,
+        full_mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_lengths,
+        key_value_seq_lengths=kv_lengths,
+        local_window_size=local_window_size,
+        return_residual=return_residual,
+        causal_alignment=causal_alignment,
+        segment_ids=None if segment_ids is None else (query_segments, kv_segments),
+        return_lse=return_lse,
+    )
+    chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
+    if spec.empty:
+        out = jnp.zeros((spec.B, spec.T, spec.N, spec.H_v), spec.dtype)
+        lse = jnp.full((spec.B, spec.T, spec.N), -jnp.inf, spec.accumulation_dtype)
+    else:
+        out, lse = chosen.forward(
+            spec,
+            q.reshape(spec.B, spec.T, spec.N, spec.H),
+            k.reshape(spec.B, spec.S, spec.K, spec.H),
+            v.reshape(spec.B, spec.S, spec.K, spec.H_v),
+            scale=spec.default_scale if scale is None else scale,
+            bias=full_bias,
+            mask=full_mask,
+            query_lengths=query_lengths,
+            kv_lengths=kv_lengths,
+            query_segments=query_segments,
+            kv_segments=kv_segments,
+        )
+    out = out.reshape(*q.shape[:-1], spec.H_v)
+    if not spec.return_lse:
+        return out
+    lse = lse.reshape(q.shape[:-1])
+    return out, jax.lax.stop_gradient(lse.astype(spec.dtype)) if return_residual else lse
+
+
+def explain(
+    spec_or_query: AttentionSpec | Any, *arrays: Any, device: Device | None = None, **arguments: Any
+) -> dispatch.Explanation:
+    """What a call would run, and the reason against every other implementation; prints as a table.
+
+    Takes an AttentionSpec, or the arguments of `dot_product_attention` with arrays or `jax.ShapeDtypeStruct`s in the
+    place of arrays. `device` is the present one unless given. Raises ValueError as the call would.
+
+    >>> from pallas_kernels.device import Device
+    >>> q = jax.ShapeDtypeStruct((1, 8, 2, 16), "float32")
+    >>> explain(q, q, q, device=Device(platform="cpu", kind="cpu")).chosen
+    'xla_chunked'
+    """
+    name = arguments.pop("implementation", None)
+    if isinstance(spec_or_query, AttentionSpec):
+        spec = spec_or_query
+    else:
+        spec = make_spec(spec_or_query, *arrays, **arguments)
+    return dispatch.explain(IMPLEMENTATIONS, spec, device or current_device(), name)
+
+
+def _array(x: ArrayLike | None, *, rank: int = 0) -> Any:
+    """The array, with axes of size 1 put in front up to the rank."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)

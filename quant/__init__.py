@@ -1,0 +1,1 @@
+"""Low-bit weights: filled by the W4A16 and quantisation issues."""

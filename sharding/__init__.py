@@ -1,0 +1,1 @@
+"""Meshes, logical-axis rules and collectives; knows nothing of models or kernels."""

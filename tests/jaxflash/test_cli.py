@@ -1,0 +1,79 @@
+"""The command line, as a person uses it: in processes of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--set", "model.n_layers=1", "--set", "model.d_model=32", "--seq-len", "32", "--batch-size", "8"]
+
+
+def jaxflash(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jaxflash.cli", *args]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": root, "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, env=environment)
+
+
+def test_train_on_a_mesh_continue_and_generate(tmp_path):
+    first = jaxflash(
+        "train", "--preset", "tiny", *SMALL, "--mesh", "fsdp=4,tensor=2", "--cpu-devices", "8", "--steps", "3",
+        "--schedule-steps", "5", "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert first.returncode == 0, first.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["mesh"] == {"fsdp": 4, "tensor": 2} and config["model"]["n_layers"] == 1
+
+    second = jaxflash("train", "--out", "run", "--steps", "5", "--mesh", "data=1", cwd=tmp_path)
+    assert second.returncode == 0 and "done at step 5" in second.stderr, second.stderr
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if "loss" in r] == [1, 2, 3, 4, 5]
+
+    text = jaxflash(
+        "generate", "--model", "run", "--prompt", "Now is", "--prompt", "O", "--max-new-tokens", "5", cwd=tmp_path
+    )
+    assert text.returncode == 0, text.stderr
+    assert "Now is" in text.stdout and re.search(r"^O", text.stdout, re.MULTILINE)
+
+    refused = jaxflash("train", "--out", "run", "--steps", "9", "--learning-rate", "1", cwd=tmp_path)
+    assert refused.returncode == 2 and "learning_rate: 0.003 there, 1.0 now" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["train", "--bathc-size", "3"], "Did you mean --batch-size?"),
+        (["train", "--preset", "tinny"], "Did you mean 'tiny'?"),
+        (["train", "--set", "model.nlayers=3"], "Did you mean 'n_layers'?"),
+        (["train", "--set", "seq_len"], "must be KEY=VALUE"),
+        (["train", "--seq-len", "many"], "'many' is not of type int"),
+        (["train", "--data", "missing.txt"], "missing.txt"),
+        (["train", "--data", "empty.txt"], "empty.txt"),
+        (["train", "--mesh", "fsdp=3"], "JAX_NUM_CPU_DEVICES"),
+        (["generate", "--model", "nothing", "--prompt", "x"], "'nothing' does not exist"),
+        (["explain", "--preset", "1c"], "Did you mean '1b'?"),
+    ],
+)
+def test_wrong_calls_end_in_one_paragraph(args, message, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    result = jaxflash(*args, cwd=tmp_path)
+    assert result.returncode != 0 and message in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) <= 2
+
+
+def test_explain_names_the_choice_and_the_reasons(tmp_path):
+    result = jaxflash("explain", "--preset", "1b", "--packing", "documents", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"> xla_chunked +chosen", result.stdout)
+    assert re.search(r"cudnn +needs a CUDA device", result.stdout)
+
+
+def test_help_lists_every_command(tmp_path):
+    result = jaxflash("--help", cwd=tmp_path)
+    for command in ("demo", "train", "generate", "explain"):
+        assert command in result.stdout

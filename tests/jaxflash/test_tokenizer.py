@@ -1,0 +1,163 @@
+"""Bytes and tokenizer.json: there and back, the end token, and the copy in a run folder."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxflash.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+
+TEXT = "To be, or not to be, that is the question: whether 'tis nobler in the mind to suffer"
+
+
+def write_bpe(folder: Path, *, specials: tuple[str, ...] = ("<pad>", "</s>"), **config: object) -> Path:
+    """A small byte-level BPE with `specials`; each keyword argument is a JSON file beside it."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=list(specials),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    # What a sentence encoder's tokenizer.json holds, and a corpus must not obey.
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=8)
+    if specials:
+        first = specials[0]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"{first} $A", special_tokens=[(first, 0)])
+    folder.mkdir(exist_ok=True, parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in config.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bytes_there_and_back(text):
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-5, 400)))
+def test_bytes_decode_whatever_a_model_emits(ids):
+    kept = bytes(i for i in ids if 0 <= i < 256)
+    assert ByteTokenizer().decode(ids) == kept.decode(errors="replace")
+
+
+def test_bytes_end_token():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.eos_id == 256 and tokenizer.vocab_size == 257
+    assert tokenizer.decode([72, 105, tokenizer.eos_id]) == "Hi"
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bpe_there_and_back(bpe, text):
+    ids = bpe.encode(text)
+    assert ids.dtype == np.int32 and (ids.size == 0 or ids.max() < bpe.vocab_size)
+    if not any(special in text for special in ("<pad>", "</s>")):
+        assert bpe.decode(ids) == text
+    np.testing.assert_array_equal(bpe.encode_batch([text, "be"])[0], ids)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    return load_tokenizer(write_bpe(tmp_path_factory.mktemp("bpe")))
+
+
+def test_bpe_neither_cuts_nor_pads_nor_adds(bpe):
+    ids = bpe.encode(TEXT * 3)
+    assert len(ids) > 8 and not np.isin([0, 1], ids).any()
+    assert len(bpe.encode("b")) == 1
+    assert bpe.decode(np.append(ids, [bpe.eos_id, bpe.vocab_size + 7, -1])) == TEXT * 3
+
+
+@pytest.mark.parametrize(
+    ("specials", "config", "expected"),
+    [
+        (("<a>", "</s>"), {}, "</s>"),
+        (("</s>", "<|endoftext|>"), {}, "<|endoftext|>"),
+        (("</s>", "<a>"), {"tokenizer_config": {"eos_token": "<a>"}}, "<a>"),
+        (("</s>", "<a>"), {"tokenizer_config": {"eos_token": {"content": "<a>", "lstrip": False}}}, "<a>"),
+        (("</s>", "<a>"), {"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": 1}}, "<a>"),
+        (("</s>", "<a>", "<b>"), {"generation_config": {"eos_token_id": [2, 1]}, "config": {"eos_token_id": 1}}, "<b>"),
+        (("</s>", "<a>"), {"config": {"eos_token_id": 100_000}}, "</s>"),
+        (("</s>", "<a>"), {"config": {"eos_token_id": -1}}, "</s>"),
+    ],
+)
+def test_finds_the_end_token(tmp_path, specials, config, expected):
+    tokenizer = load_tokenizer(write_bpe(tmp_path, specials=specials, **config))
+    assert tokenizer.eos_id == specials.index(expected)
+
+
+def test_a_named_end_token_wins(tmp_path):
+    folder = write_bpe(tmp_path, specials=("<a>", "</s>"))
+    assert load_tokenizer(folder, eos_token="<a>").eos_id == 0
+    assert load_tokenizer(folder).fingerprint != load_tokenizer(folder, eos_token="<a>").fingerprint
+    with pytest.raises(ValueError, match=r"tokenizer.json has no token eos_token='<b>'"):
+        load_tokenizer(folder, eos_token="<b>")
+
+
+def test_the_vocabulary_counts_added_tokens(tmp_path):
+    path = write_bpe(tmp_path) / "tokenizer.json"
+    before = HFTokenizer(path)
+    raw = tokenizers.Tokenizer.from_file(str(path))
+    raw.add_special_tokens(["<extra>"])
+    raw.save(str(path))
+    after = HFTokenizer(path)
+    assert after.vocab_size == before.vocab_size + 1
+    assert after.fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_a_run_folder_gives_the_same_tokenizer_back(tmp_path, kind):
+    config = {"eos_token": "</s>", "chat_template": "{{ x }}"}
+    source = "byte" if kind == "byte" else write_bpe(tmp_path / "hub", tokenizer_config=config)
+    tokenizer = load_tokenizer(source, eos_token=None if kind == "byte" else "<pad>")
+    tokenizer.save(tmp_path / "runs" / "one")
+    back = load_tokenizer(tmp_path / "runs" / "one")
+    assert type(back) is type(tokenizer)
+    assert (back.fingerprint, back.eos_id, back.vocab_size) == (
+        tokenizer.fingerprint,
+        tokenizer.eos_id,
+        tokenizer.vocab_size,
+    )
+    np.testing.assert_array_equal(back.encode(TEXT), tokenizer.encode(TEXT))
+    if kind == "bpe":
+        saved = json.loads((tmp_path / "runs" / "one" / "tokenizer_config.json").read_text())
+        assert saved == {"eos_token": "<pad>", "chat_template": "{{ x }}"}
+
+
+def test_none_is_bytes():
+    assert isinstance(load_tokenizer(None), ByteTokenizer) and isinstance(load_tokenizer("byte"), ByteTokenizer)
+
+
+def test_refuses_what_it_cannot_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file at path='.*absent.json' - pass a tokenizer.json"):
+        load_tokenizer(tmp_path / "absent.json")
+    with pytest.raises(FileNotFoundError, match=f"folder {tmp_path} holds no tokenizer.json"):
+        load_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not JSON .* Git LFS pointer"):
+        load_tokenizer(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match=r"tokenizer.json holds a JSON list"):
+        load_tokenizer(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json has no 'model'"):
+        load_tokenizer(path)
+    with pytest.raises(ValueError, match=r"no end-of-document token found for .*Pass eos_token"):
+        load_tokenizer(write_bpe(tmp_path, specials=()))
