@@ -46,6 +46,8 @@ def why_not(spec: AttentionSpec, device: Device) -> str | None:
             return f"a window may reach right only up to the query itself, not {above} keys further"
         if spec.T > spec.S or spec.kv_lengths:
             return "a window may leave no row without keys, as it can with more queries than keys or with key lengths"
+        if spec.S % 2:
+            return f"a window needs an even number of keys, not {spec.S}"
     return None
 
 
@@ -78,20 +80,29 @@ def _forward(
         alive &= kv_lengths[:, None] > 0
         # A kernel over no key at all would divide by 0; one key of zeros keeps it, and its gradient, finite.
         kv_lengths = kv_lengths.clip(1, spec.S).astype(jnp.int32)
+    # jax.nn differentiates the kernel for even lengths only (it passes an empty bias, which its own check takes for a
+    # real one). A row more is dropped below; a key more lies past the lengths.
+    if spec.S % 2 and kv_lengths is None:
+        kv_lengths = jnp.full(spec.B, spec.S, jnp.int32)
     out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
+        _even(query),
+        _even(key),
+        _even(value),
         scale=scale,
         # A window that ends at the query is causal, and only with the causal mask does cuDNN end it there.
         is_causal=above == 0,
         key_value_seq_lengths=kv_lengths,
         local_window_size=None if below is None else (below, 0),
         implementation="cudnn",
-    )
+    )[:, : spec.T]
     poison = jnp.isnan(query_poison) | jnp.repeat(_sees_any(bad, spec), spec.G, axis=2)
     out = out * jnp.where(poison, jnp.nan, 1.0)[..., None].astype(out.dtype)
     return jnp.where(alive[:, :, None, None], out, 0), None
+
+
+def _even(x: Float[Array, "B L N H"]) -> Float[Array, "B even N H"]:
+    """With a row of zeros at the end if the length is odd."""
+    return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
 def _sees_any(bad: Bool[Array, "B S K"], spec: AttentionSpec) -> Bool[Array, "B T K"]:

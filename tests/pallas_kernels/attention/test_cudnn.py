@@ -25,6 +25,11 @@ FITS = {
     "lengths": HALF(query_lengths=(48, 9), kv_lengths=(20, 0)),
     "lengths_causal": HALF(query_lengths=(48, 0), kv_lengths=(20, 48), is_causal=True),
     "bottom_right_square": HALF(is_causal=True, causal_alignment="bottom_right"),
+    "odd": HALF(T=47, S=47),
+    "odd_causal": HALF(T=51, S=47, is_causal=True),
+    "odd_lengths": HALF(T=47, S=33, query_lengths=(47, 9), kv_lengths=(33, 12), is_causal=True),
+    "odd_queries_window": HALF(T=41, window=(5, 5), is_causal=True),
+    "one_query": HALF(T=1, kv_lengths=(11, 48)),
 }
 
 
@@ -51,6 +56,7 @@ FITS = {
         (HALF(window=(3, 2)), H200, "only up to the query itself, not 2 keys further"),
         (HALF(T=48, S=20, window=(3, 0)), H200, "leave no row without keys"),
         (HALF(kv_lengths=(1, 2), window=(3, 0)), H200, "leave no row without keys"),
+        (HALF(T=47, S=47, window=(3, 0)), H200, "even number of keys, not 47"),
     ],
 )
 def test_why_not_states_the_limit(case, device, reason):
