@@ -1,31 +1,32 @@
 # Everything runs through uv; where it is missing, pip brings it into a folder of its own (.uv).
 UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .uv/bin/uv)
 RUN := $(UV) run --frozen
+BRING := $(filter .uv/bin/uv,$(UV))
 
 .PHONY: demo test test-slow test-newest lint format
 
-demo: $(UV)
+demo: $(BRING)
 	$(RUN) jaxflash demo
 
-test: $(UV)
+test: $(BRING)
 	$(RUN) pytest -m "not slow"
 
-test-slow: $(UV)
+test-slow: $(BRING)
 	$(RUN) pytest -m slow
 
 # The newest jax that pyproject.toml allows, in an environment of its own; uv.lock stays as it is.
-test-newest: $(UV)
+test-newest: $(BRING)
 	$(UV) venv --quiet --clear .venv-newest
 	$(UV) pip install --no-config --quiet --python .venv-newest --upgrade . --group dev
 	.venv-newest/bin/python -c "import jax; print('jax', jax.__version__)"
-	.venv-newest/bin/python -m pytest -m "not slow" tests/pallas_kernels tests/sharding
+	.venv-newest/bin/python -m pytest -m "not slow" tests/pallas_kernels tests/sharding tests/jaxflash/test_checkpoint.py
 
-lint: $(UV)
+lint: $(BRING)
 	$(RUN) ruff format --check
 	$(RUN) ruff check
 	$(RUN) pyright
 
-format: $(UV)
+format: $(BRING)
 	$(RUN) ruff format
 	$(RUN) ruff check --fix
 

@@ -8,7 +8,6 @@ DIR/checkpoints/STEP/  params, opt_state (apart, so that a reader of the model r
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jaxflash import config as configs
+from jaxflash.atomic import write_atomically
 from jaxflash.config import TrainConfig
 
 
@@ -98,26 +98,52 @@ class Checkpoints:
         return self._manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))["params"]
 
 
+# What a run keeps in its folder beside config.json.
+_OURS = ("metrics.jsonl", "tokenizer.json", "tokenizer_config.json", "checkpoints")
+
+
 def open_run(run: Path, config: TrainConfig) -> None:
     """Makes `run` the folder of `config`, or checks that it already is; other files in it are left alone.
 
+    A folder whose run has no checkpoint yet takes another configuration: nothing would be lost.
+
     Raises:
-      ValueError: the folder holds a run of another configuration (the differing keys are named).
+      ValueError: the folder holds a run of another configuration (the differing keys are named) or one that has gone
+        further than `config.steps`; or it is no run's and holds files by the names that a run writes.
       NotADirectoryError: the path is a file.
     """
     if run.exists() and not run.is_dir():
         raise NotADirectoryError(f"train: out={str(run)!r} is a file - a folder is required. Choose another --out.")
+    steps = saved_steps(run)
     if (run / "config.json").exists():
-        changed = configs.differences(read_config(run), config)
+        changed = configs.differences(read_config(run), config) if steps else {}
         if changed:
             listed = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in sorted(changed.items()))
+            schedule = changed.get("schedule_steps")
+            hint = "" if schedule is None else f" schedule_steps={schedule[0]} keeps its learning rate."
             raise ValueError(
                 f"train: {str(run)!r} holds a run of another configuration ({listed}). "
-                "Continue it with the same settings, or choose another --out."
+                f"Continue it with the same settings, or choose another --out.{hint}"
             )
+        if steps and steps[-1] > config.steps:
+            raise ValueError(
+                f"train: {str(run)!r} is already at step {steps[-1]}, beyond steps={config.steps}. "
+                "Ask for more steps, or choose another --out."
+            )
+    elif foreign := [name for name in _OURS if (run / name).exists()]:
+        raise ValueError(
+            f"train: {str(run)!r} has no config.json, so is no run, but holds {', '.join(foreign)}, which a "
+            "run would write over. Choose another --out."
+        )
     if jax.process_index() == 0:
         run.mkdir(parents=True, exist_ok=True)
         write_atomically(run / "config.json", configs.to_json(config))
+
+
+def saved_steps(run: Path) -> list[int]:
+    """The steps of which a run folder has whole checkpoints, ascending."""
+    folder = run / "checkpoints"
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
 
 def read_config(run: Path) -> TrainConfig:
@@ -144,21 +170,13 @@ def load_params(run: Path, abstract: Any, step: int | None = None) -> tuple[Any,
       FileNotFoundError: the run has no such checkpoint.
       ValueError: the checkpoint is of another model.
     """
-    folder = run / "checkpoints"
-    steps = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+    steps = saved_steps(run)
     if not steps or (step is not None and step not in steps):
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(f"load: {str(run)!r} has {wanted}; it has {steps}. Train it first, or choose one.")
     with Checkpoints(run, keep=len(steps) + 1) as checkpoints:
         chosen = steps[-1] if step is None else step
         return checkpoints.restore_params(abstract, chosen), chosen
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes the whole file or nothing: a reader, or a restart after a kill, never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 def _check_shapes(saved: Any, wanted: Any, step: int) -> None:

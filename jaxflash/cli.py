@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-import difflib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,24 +15,32 @@ from rich.text import Text
 from jaxflash import checkpoint
 from jaxflash.config import Sampling, TrainConfig, override, preset, train_preset
 from jaxflash.corpus.tokens import default_cache_dir
+from jaxflash.demo import DemoError, demo, demo_config
+from jaxflash.generate import generate
+from jaxflash.language_model import load
+from jaxflash.train import train
 from pallas_kernels.attention.api import explain
 from pallas_kernels.dispatch import Unsupported
 from sharding.mesh import parse_mesh, use_cpu_devices
+from sharding.names import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse that suggests the nearest flag or command."""
 
     def error(self, message: str) -> NoReturn:
-        words = message.replace("'", " ").split()
+        flags = [word.split("=")[0] for word in message.replace("'", " ").split() if word.startswith("--")]
         known = [option for action in self._actions for option in action.option_strings]
-        near = [m for w in words if w.startswith("--") for m in difflib.get_close_matches(w.split("=")[0], known, n=1)]
-        hint = f" Did you mean {near[0]}?" if near else f" See `{self.prog} --help`."
-        raise SystemExit(f"{self.prog}: {message}.{hint}")
+        hint = did_you_mean(flags[0], known) if flags else f"See `{self.prog} --help`."
+        raise SystemExit(f"{self.prog}: {message}. {hint}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point: runs one command; a wrong call or input ends with one paragraph on stderr and exit status 2."""
+    """Entry point: runs one command.
+
+    A wrong call or input ends with one paragraph on stderr and exit status 2; a run stopped by a signal, saved, with
+    128 plus the signal's number.
+    """
     parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     for add in (_add_demo, _add_train, _add_generate, _add_explain):
@@ -46,9 +54,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         # A resumed run, or the next generation, finds its programs compiled.
         jax.config.update("jax_compilation_cache_dir", str(default_cache_dir().with_name("xla")))
         args.run(args)
-    except (ValueError, OSError, FloatingPointError, Unsupported) as error:
+    except (ValueError, OSError, FloatingPointError, Unsupported, DemoError) as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -70,6 +80,19 @@ def _given(args: argparse.Namespace, config: type, *, skip: frozenset[str]) -> d
     return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
 
 
+def _assignments(items: Sequence[str], *, reserved: frozenset[str] = frozenset()) -> dict[str, str]:
+    """What `--set KEY=VALUE` said; a key that has a flag of its own here is refused."""
+    pairs = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"--set {item!r}: must be KEY=VALUE, for instance model.n_layers=2.")
+        if key in reserved:
+            raise ValueError(f"--set {item!r}: {key} has a flag of its own here. Use --{key} {value}.")
+        pairs[key] = value
+    return pairs
+
+
 _NOT_FLAGS = frozenset({"model", "data", "mesh"})
 
 
@@ -83,22 +106,21 @@ def _add_train(commands: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from jaxflash.train import train
-
-    run = train(train_config(args))
+    config, console = train_config(args), Console(stderr=True)
+    if config.out is None:
+        console.print("no --out: nothing will be saved, and the trained model is gone with this command")
+    run = train(config)
     where = "" if run.path is None else f", in {run.path}/"
     why = f"stopped by {run.stopped}" if run.stopped else "done"
-    Console(stderr=True).print(f"{why} at step {int(run.state.step)}{where}", highlight=False)
+    console.print(f"{why} at step {int(run.state.step)}{where}", highlight=False)
+    if run.stopped is not None:
+        sys.exit(128 + signal.Signals.__members__.get(run.stopped, signal.SIGTERM))
 
 
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The TrainConfig that the flags of `jaxflash train` describe, on top of the preset or of the run in --out."""
     changes = _given(args, TrainConfig, skip=_NOT_FLAGS)
-    for item in args.set:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"train: --set {item!r} - must be KEY=VALUE, for instance model.n_layers=2.")
-        changes[key] = value
+    changes |= _assignments(args.set)
     if args.data is not None:
         changes["data"] = tuple(args.data)
     if args.mesh is not None:
@@ -118,9 +140,6 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from jaxflash.generate import generate
-    from jaxflash.language_model import load
-
     sampling = override(Sampling(), _given(args, Sampling, skip=frozenset()))
     texts = generate(load(args.model, step=args.step), args.prompt, sampling)
     for prompt, text in zip(args.prompt, texts, strict=True):
@@ -130,15 +149,14 @@ def _generate(args: argparse.Namespace) -> None:
 def _add_demo(commands: Any) -> None:
     parser = _command(commands, "demo", _demo, "Train the tiny preset on the shipped corpus, stop, and resume.")
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="run folder (default runs/demo)")
-    parser.add_argument("--steps", type=int, default=600, help="steps before the stop (default 600)")
+    parser.add_argument("--steps", type=int, default=350, help="steps before the stop (default 350)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance packing=stream")
 
 
 def _demo(args: argparse.Namespace) -> None:
-    from jaxflash.demo import demo, demo_config
-
-    changes = dict(item.partition("=")[::2] for item in args.set)
-    demo(demo_config(Path(args.out), steps=args.steps, **changes))
+    changes = _assignments(args.set, reserved=frozenset({"out", "steps"}))
+    if demo(demo_config(args.out, steps=args.steps, **changes)) is None:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _add_explain(commands: Any) -> None:

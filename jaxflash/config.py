@@ -1,7 +1,6 @@
 """What a model, a training run and a sampler are made of: frozen dataclasses, presets, dotted overrides and JSON."""
 
 import dataclasses
-import difflib
 import json
 import math
 import types
@@ -9,6 +8,8 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from sharding.names import did_you_mean
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
@@ -123,7 +124,7 @@ class TrainConfig:
         for name in ("seq_len", "batch_size", "accumulate", "steps", "decay_steps", "loss_chunk", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must be at least 1.")
-        for name in ("warmup_steps", "eval_every", "eval_batches", "checkpoint_every"):
+        for name in ("warmup_steps", "eval_every", "eval_batches", "checkpoint_every", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must not be negative.")
         if self.seq_len > self.model.context:
@@ -140,6 +141,12 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: validation_fraction={self.validation_fraction} - must lie between 0 and 1.")
         if not (self.learning_rate > 0 and self.clip_norm > 0):
             raise ValueError(f"TrainConfig: {self.learning_rate=} and {self.clip_norm=} must be positive.")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError(f"TrainConfig: {self.beta1=} and {self.beta2=} must lie in [0, 1).")
+        if not (self.weight_decay >= 0 and 0 <= self.final_lr_fraction <= 1):
+            raise ValueError(
+                f"TrainConfig: {self.weight_decay=} must not be negative and {self.final_lr_fraction=} lie in [0, 1]."
+            )
 
     @property
     def decay_steps(self) -> int:
@@ -232,13 +239,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 _TRAIN_DEFAULTS: dict[str, dict[str, Any]] = {
     "tiny": dict(seq_len=128, batch_size=32, learning_rate=3e-3, warmup_steps=20, weight_decay=0.01),
 }
-_LARGE_DEFAULTS: dict[str, Any] = dict(seq_len=4096, batch_size=8, warmup_steps=100, packing="stream")
+_LARGE_DEFAULTS: dict[str, Any] = dict(seq_len=4096, batch_size=8, warmup_steps=100, packing="stream", loss_chunk=4096)
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
     """The ModelConfig called `name`, with some fields changed: `preset("tiny", n_layers=2)`."""
     if name not in PRESETS:
-        raise ValueError(f"preset: unknown {name=}. {_nearest(name, PRESETS)} Known: {', '.join(PRESETS)}.")
+        raise ValueError(f"preset: unknown {name=}. {did_you_mean(name, PRESETS)}")
     config = ModelConfig(**PRESETS[name])
     return override(config, changes)
 
@@ -264,7 +271,7 @@ def override[C](config: C, changes: Mapping[str, Any]) -> C:
     for key, value in changes.items():
         head, _, rest = key.partition(".")
         if head not in hints:
-            raise ValueError(f"{type(config).__name__}: unknown key {key!r}. {_nearest(head, hints)}")
+            raise ValueError(f"{type(config).__name__}: unknown key {key!r}. {did_you_mean(head, hints)}")
         if rest:
             nested.setdefault(head, {})[rest] = value
         else:
@@ -302,7 +309,7 @@ def _build[C](cls: type[C], values: Mapping[str, Any], where: str) -> C:
     hints = typing.get_type_hints(cls)
     for key in values:
         if key not in hints:
-            raise ValueError(f"{where}: unknown key {key!r}. {_nearest(key, hints)}")
+            raise ValueError(f"{where}: unknown key {key!r}. {did_you_mean(key, hints)}")
     kwargs = {}
     for key, value in values.items():
         inner = next((t for t in (hints[key], *typing.get_args(hints[key])) if dataclasses.is_dataclass(t)), None)
@@ -354,12 +361,7 @@ def _check_literals(what: str, config: Any) -> None:
 
 def _check_literal(what: str, name: str, value: Any, options: tuple) -> None:
     if value not in options:
-        raise ValueError(f"{what}: unknown {name}={value!r}. {_nearest(str(value), options)} Known: {options}.")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"Did you mean {match[0]!r}?" if match else "Nothing similar is known."
+        raise ValueError(f"{what}: unknown {name}={value!r}. {did_you_mean(str(value), options)}")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

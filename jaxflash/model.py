@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxflash.config import ModelConfig
-from jaxflash.layers import Linear, RMSNorm, rotary_table, rotate
+from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_table, rotate
 from pallas_kernels.attention.api import dot_product_attention
 from sharding.rules import constrain
 
@@ -197,7 +197,7 @@ class Transformer(nnx.Module):
             weight = constrain(self.table[...].astype(hidden.dtype), "vocab", "table_width").T
         else:
             weight = self.head.weight[...].astype(hidden.dtype)
-        logits = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+        logits = matmul_float32(hidden, weight)
         return constrain(logits, "batch", "sequence", "act_vocab")
 
     def prefill(
@@ -278,12 +278,15 @@ def axis_units(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Model FLOPs of one training token, forward and backward: 6 a matmul weight, and causal attention's half square.
+    """Model FLOPs of one training token, forward and backward: 6 a matmul weight, 12 a pair of query and key dims.
 
-    6 weights + 6 L N H seq_len. A table counts where it is the head; norms, biases and recomputation do not.
+    6 weights + 12 L N H keys, where a token of a full row sees `seq_len / 2` keys on average, or, with a window w below
+    it, w - w^2 / (2 seq_len). A table counts where it is the head; norms, biases and recomputation do not.
     """
     leaves = jax.tree_util.tree_leaves_with_path(abstract(config)[1])
     matmuls = sum(leaf.size for path, leaf in leaves if path[-1].key == "weight")
     if config.tie_embeddings:
         matmuls += config.vocab_size * config.d_model
-    return 6.0 * matmuls + 6.0 * config.n_layers * config.n_heads * config.head_dim * seq_len
+    window = min(config.sliding_window or seq_len, seq_len)
+    keys = window - window**2 / (2 * seq_len)
+    return 6.0 * matmuls + 12.0 * config.n_layers * config.n_heads * config.head_dim * keys

@@ -14,7 +14,8 @@ def loss_curve(
     resumed_at: int | None = None,
     title: str = "",
 ) -> "Figure":
-    """Training and validation loss over steps, in nats a token. `figure.savefig(path)` writes it; a notebook shows it.
+    """Training and validation loss over steps, in nats a token. `figure.savefig(path)` writes it; a notebook
+    shows it after `%matplotlib inline`.
 
     records: as `Run.records` holds them. levels: named horizontal lines (entropies to beat). resumed_at: the step after
     which the run was taken up again from disk, marked by a vertical line.

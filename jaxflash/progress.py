@@ -11,19 +11,22 @@ from types import FrameType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from jaxflash.checkpoint import write_atomically
+from jaxflash.atomic import write_atomically
 from jaxflash.config import TrainConfig
 
 
 class Progress:
     """Takes every step's metrics in order: checks that they are finite, times, logs and shows them.
 
-    mfu: model FLOP utilisation that one token a second would be, None where the device's peak is unknown (then the bar
-    shows model TFLOP/s nowhere and the record has no "mfu").
+    mfu: model FLOP utilisation that one token a second would be, None where the device's peak is unknown (then it
+    is neither shown nor recorded). Float32 runs are held against the bfloat16 peak
+    too; packed documents count as full rows.
     """
 
     def __init__(
@@ -38,9 +41,10 @@ class Progress:
     ):
         self.records: list[dict[str, Any]] = []
         self._path = path / "metrics.jsonl" if path is not None and jax.process_index() == 0 else None
-        if path is not None:
-            self.records = read_records(path / "metrics.jsonl")
+        if self._path is not None:
+            self.records = read_records(self._path)
         self._on_record, self._mfu = on_record, mfu
+        self._text, self._validation = "{}", ""  # what the bar shows, with a place for the validation loss
         self._speed: float | None = None
         self._bar = Bar(
             TextColumn("step"),
@@ -52,7 +56,6 @@ class Progress:
             disable=quiet or jax.process_index() != 0,
         )
         self._task = self._bar.add_task("train", total=config.steps, completed=first, text="")
-        self._validation = ""
 
     def __enter__(self) -> "Progress":
         self._file = None if self._path is None else self._path.open("a")
@@ -77,24 +80,25 @@ class Progress:
         for name in ("loss", "grad_norm"):
             if not math.isfinite(values[name]):
                 raise FloatingPointError(
-                    f"train: {name}={values[name]} at step {step} - it must be finite. The last checkpoint is from "
-                    "before it; lower learning_rate or clip_norm, or look at the batch of this step."
+                    f"train: {name}={values[name]} at step {step} - it must be finite. What was saved is from before "
+                    "it; lower learning_rate or clip_norm (in another --out), or look at the batch of this step."
                 )
         speed = values.pop("tokens") / seconds
         record = {"step": step, **values, "tokens_per_s": speed, "seconds": seconds}
         # The bar shows a running mean; a single step is mostly noise.
         self._speed = speed if self._speed is None else 0.9 * self._speed + 0.1 * speed
-        text = f"loss {values['loss']:.3f}{self._validation}  {self._speed:,.0f} tokens/s"
+        self._text = f"loss {values['loss']:.3f}{{}}  {self._speed:,.0f} tokens/s"
         if self._mfu is not None:
             record["mfu"] = speed * self._mfu
-            text += f"  MFU {self._speed * self._mfu:.1%}"
+            self._text += f"  MFU {self._speed * self._mfu:.1%}"
         self._log(record)
-        self._bar.update(self._task, completed=step, text=text)
+        self._bar.update(self._task, completed=step, text=self._text.format(self._validation))
 
     def validation(self, step: int, loss: float) -> None:
         """Logs the validation loss after `step`; the time it took does not count as training."""
         self._validation = f" (validation {loss:.3f})"
         self._log({"step": step, "validation_loss": loss})
+        self._bar.update(self._task, text=self._text.format(self._validation))
         self._clock = time.perf_counter()
 
     def _log(self, record: dict[str, Any]) -> None:
@@ -125,6 +129,14 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def asked(self) -> bool:
+        """Whether to stop now: the same answer in every process, so that none is left alone in a collective."""
+        mine = self.reason is not None
+        if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(mine)).any():
+            self.reason = self.reason or "a signal to another process"
+            return True
+        return mine
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.reason is not None:

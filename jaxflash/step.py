@@ -23,6 +23,8 @@ from jaxflash.checkpoint import TrainState
 from jaxflash.config import TrainConfig
 from jaxflash.loss import chunked_cross_entropy
 from jaxflash.model import abstract, axis_units, init_params
+from pallas_kernels import dispatch
+from pallas_kernels.attention.api import IMPLEMENTATIONS
 from sharding import rules
 
 
@@ -128,14 +130,15 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
     Raises:
       ValueError: a parameter's dim, the heads or the batch do not divide over the mesh; all are named at once.
     """
-    graph, shapes, axes = abstract(config.model)
-    check_batch(config, mesh)
-    rules.check(shapes, axes, mesh, units=axis_units(config.model))
+    check_layout(config, mesh)
+    graph, _, axes = abstract(config.model)
     tx, schedule = make_optimizer(config, axes)
 
     def init() -> TrainState:
         params = init_params(config.model, config.seed)
-        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+        # Moments in float32 whatever the parameters are: the gradients that they average are.
+        moments = tx.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+        return TrainState(params, moments, jnp.zeros((), jnp.int32))
 
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
@@ -160,8 +163,16 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
         )
 
 
-def check_batch(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ValueError unless every microbatch splits evenly over the mesh's batch axes."""
+def check_layout(config: TrainConfig, mesh: Mesh) -> None:
+    """All that can be known of a run on a mesh before data is read: batch, parameters, heads, implementation.
+
+    Raises:
+      ValueError: something does not divide (all parameters are named at once), or an unknown name.
+    """
+    if config.model.attention is not None:
+        dispatch.find(IMPLEMENTATIONS, "train", config.model.attention)
+    _, shapes, axes = abstract(config.model)
+    rules.check(shapes, axes, mesh, units=axis_units(config.model))
     ways = math.prod(mesh.shape[axis] for axis in rules.RULES["batch"])
     rows = config.batch_size // config.accumulate
     if rows % ways:

@@ -10,6 +10,8 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int32, Integer
 
+from jaxflash.atomic import write_atomically
+
 _BYTE_CLASS = "jaxflash.ByteTokenizer"
 # Tried in this order when no file beside tokenizer.json names the end of a text. `<|endoftext|>` stands first because
 # a chat model has an end-of-turn token as well, and the separator of documents is the former.
@@ -141,7 +143,7 @@ class HFTokenizer(Tokenizer):
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
         _write_config(folder, {**self._config, "eos_token": self._tokenizer.id_to_token(self.eos_id)})
-        (folder / "tokenizer.json").write_bytes(self._json)
+        write_atomically(folder / "tokenizer.json", self._json)
 
 
 def load_tokenizer(path: str | Path | None = None, *, eos_token: str | None = None) -> Tokenizer:
@@ -192,4 +194,4 @@ def _read_config(path: Path) -> dict:
 
 def _write_config(folder: Path, config: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_atomically(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")

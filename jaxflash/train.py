@@ -1,7 +1,7 @@
 """Training: a straight loop around a compiled step.
 
 The state is donated. Metrics of a step are read after the next one is dispatched, so that the device never waits for
-the host. Nothing is saved before its loss is known to be finite.
+the host. Nothing is saved after a step whose loss or gradient was not finite.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from jaxflash.data import Batch, Dataset, batches, open_dataset, validation_batc
 from jaxflash.language_model import LanguageModel
 from jaxflash.model import flops_per_token
 from jaxflash.progress import Progress, StopRequest, keep_records
-from jaxflash.step import Program, check_batch, compile_program
+from jaxflash.step import Program, check_layout, compile_program
 from jaxflash.tokenizer import load_tokenizer
 from pallas_kernels.device import current_device, peak_flops
 from sharding.mesh import make_mesh
@@ -54,6 +54,18 @@ class Run:
         return [r["step"] for r in rows], [r[name] for r in rows]
 
 
+def open_data(config: TrainConfig) -> Dataset:
+    """The corpus of a run, tokenised, split and packed as it says."""
+    return open_dataset(
+        config.data,
+        load_tokenizer(config.tokenizer),
+        seq_len=config.seq_len,
+        packing=config.packing,
+        vocab_size=config.model.vocab_size,
+        validation_fraction=config.validation_fraction,
+    )
+
+
 def train(
     config: TrainConfig, *, on_record: Callable[[dict[str, Any]], None] | None = None, quiet: bool = False
 ) -> Run:
@@ -67,22 +79,16 @@ def train(
 
     Raises:
       ValueError, FileNotFoundError: bad configuration, data or folder, before anything is compiled.
-      FloatingPointError: loss or gradient is not finite; names the step. The last checkpoint is from before it.
+      FloatingPointError: loss or gradient is not finite; names the step. A checkpoint that exists is from before it.
     """
     mesh = make_mesh(config.mesh)
-    dataset = open_dataset(
-        config.data,
-        load_tokenizer(config.tokenizer),
-        seq_len=config.seq_len,
-        packing=config.packing,
-        vocab_size=config.model.vocab_size,
-        validation_fraction=config.validation_fraction,
-    )
+    check_layout(config, mesh)
+    dataset = open_data(config)
     path = None if config.out is None else Path(config.out)
-    check_batch(config, mesh)
     if path is not None:
         checkpoint.open_run(path, config)
-        dataset.tokenizer.save(path)
+        if jax.process_index() == 0:
+            dataset.tokenizer.save(path)
     program = compile_program(config, mesh)
     with jax.set_mesh(mesh), StopRequest() as stop, _checkpoints(path, config) as saved:
         state, first = _start(program, saved, dataset)
@@ -102,15 +108,18 @@ def _loop(config, program: Program, dataset: Dataset, state, first: int, saved, 
         if pending is not None:
             progress.step(*pending)
         pending = (step, metrics)
-        last = step == config.steps or stop.reason is not None
-        if last or _due(config.eval_every, step) or _due(config.checkpoint_every, step):
+        # Asked once a step: a signal that comes during what follows lets one more step pass, and is then saved.
+        stopping = stop.asked()
+        evaluates = step == config.steps or _due(config.eval_every, step)
+        saves = step == config.steps or stopping or _due(config.checkpoint_every, step)
+        if evaluates or saves:
             progress.step(*pending)  # also refuses to save what is not finite
             pending = None
-        if last or _due(config.eval_every, step):
+        if evaluates and not stopping:  # who asks to stop may not have the time
             progress.validation(step, evaluate(config, program, dataset, state.params))
-        if saved is not None and (last or _due(config.checkpoint_every, step)):
+        if saves and saved is not None:
             saved.save(state, step, data=dataset.fingerprint)
-        if stop.reason is not None:
+        if stopping:
             break
     return state
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from pallas_kernels.device import Device
+from sharding.names import did_you_mean
 
 
 @runtime_checkable
@@ -62,9 +62,7 @@ def find(implementations: Sequence[Implementation], op: str, name: str) -> Imple
     names = [implementation.name for implementation in implementations]
     if name in names:
         return implementations[names.index(name)]
-    nearest = get_close_matches(name, names, n=1, cutoff=0.0)
-    hint = f"Did you mean {nearest[0]!r}? " if nearest else ""
-    raise ValueError(f"{op}: unknown {name=} of an implementation - known are {', '.join(names)}. {hint}".rstrip())
+    raise ValueError(f"{op}: unknown {name=} of an implementation. {did_you_mean(name, names)}")
 
 
 def choose(

@@ -3,16 +3,17 @@
 Everything else in the package reads axis names and sizes from the `Mesh` that `make_mesh` returns.
 """
 
-import difflib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
+
+from sharding.names import did_you_mean
 
 # Slow axes outermost: `data` crosses hosts first, `tensor` stays on the fastest links.
 AXES = ("data", "fsdp", "tensor")
@@ -101,19 +102,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     return _checked(axes, "parse_mesh")
 
 
-def unknown_name(op: str, kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is not one of `known`, with the nearest one when any is near."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return ValueError(
-        f"{op}: unknown {kind} {name=} - known: {', '.join(known)}." + (f" Did you mean {near[0]!r}?" if near else "")
-    )
-
-
 def _checked(axes: Mapping[str, int], op: str) -> dict[str, int]:
     for name, size in axes.items():
         if name not in AXES:
-            raise unknown_name(op, "mesh axis", name, AXES)
+            raise ValueError(f"{op}: unknown mesh axis {name=}. {did_you_mean(name, AXES)}")
         if size < 1 and size != -1:
             raise ValueError(f"{op}: mesh axis {name!r} has {size=} - sizes are positive. Use 1, or -1 for the rest.")
     rest = [name for name, size in axes.items() if size == -1]

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 
-from sharding.mesh import unknown_name
+from sharding.names import did_you_mean
 
 Names = tuple[str | None, ...]
 Rules = Mapping[str, tuple[str, ...]]
@@ -62,7 +62,7 @@ def spec(names: Names, rules: Rules = RULES) -> P:
     owner: dict[str, str] = {}
     for name in names:
         if name is not None and name not in rules:
-            raise unknown_name("spec", "logical axis", name, rules)
+            raise ValueError(f"spec: unknown logical axis {name=}. {did_you_mean(name, rules)}")
         for axis in rules[name] if name else ():
             if axis in owner:
                 raise ValueError(

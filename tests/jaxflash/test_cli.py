@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,10 +49,11 @@ def test_train_on_a_mesh_continue_and_generate(tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["train", "--bathc-size", "3"], "Did you mean --batch-size?"),
+        (["train", "--bathc-size", "3"], "Did you mean '--batch-size'?"),
         (["train", "--preset", "tinny"], "Did you mean 'tiny'?"),
         (["train", "--set", "model.nlayers=3"], "Did you mean 'n_layers'?"),
         (["train", "--set", "seq_len"], "must be KEY=VALUE"),
+        (["demo", "--set", "steps=3"], "Use --steps 3"),
         (["train", "--seq-len", "many"], "'many' is not of type int"),
         (["train", "--data", "missing.txt"], "missing.txt"),
         (["train", "--data", "empty.txt"], "empty.txt"),
@@ -64,6 +67,27 @@ def test_wrong_calls_end_in_one_paragraph(args, message, tmp_path):
     result = jaxflash(*args, cwd=tmp_path)
     assert result.returncode != 0 and message in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and len(result.stderr.strip().splitlines()) <= 2
+
+
+def test_an_interrupted_run_is_saved_and_says_so_in_its_exit_status(tmp_path):
+    args = ["train", *SMALL, "--steps", "100000", "--out", "run", "--eval-batches", "1"]
+    root = str(Path(__file__).parents[2])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "jaxflash.cli", *args],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root, "JAX_NUM_CPU_DEVICES": "2"},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    stderr = child.communicate(timeout=60)[1]
+    assert child.returncode == 128 + signal.SIGINT, stderr
+    step = int(re.findall(r"stopped by SIGINT at step (\d+)", stderr)[0])
+    assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir() and "Traceback" not in stderr
 
 
 def test_explain_names_the_choice_and_the_reasons(tmp_path):

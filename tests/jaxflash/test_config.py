@@ -59,7 +59,7 @@ def test_json_is_refused_by_key():
 @pytest.mark.parametrize(
     ("key", "given", "read"),
     [
-        ("seq_len", "64", 64), ("seq_len", 64.0, 64), ("seed", "-3", -3),
+        ("seq_len", "64", 64), ("seq_len", 64.0, 64), ("seed", "3", 3),
         ("learning_rate", "3e-4", 3e-4), ("learning_rate", 1, 1.0),
         ("schedule_steps", "none", None), ("schedule_steps", None, None), ("schedule_steps", "12", 12),
         ("data", "a.txt,b", ("a.txt", "b")), ("data", ["x"], ("x",)), ("data", "None", None), ("data", None, None),
@@ -105,7 +105,7 @@ def test_override_of_sampling():
     [
         ("lerning_rate", 1, "TrainConfig: unknown key 'lerning_rate'. Did you mean 'learning_rate'"),
         ("model.n_layer", 1, "ModelConfig: unknown key 'n_layer'. Did you mean 'n_layers'"),
-        ("qqq", 1, "unknown key 'qqq'. Nothing similar"),
+        ("qqq", 1, "unknown key 'qqq'. Known: model, data"),
         ("seed.x", 1, "TrainConfig: 'seed' is 0 and has no fields"),
         ("model.rope_scaling.factor", 4, "ModelConfig: 'rope_scaling' is None and has no fields"),
         ("seq_len", "long", "TrainConfig.seq_len: 'long' is not of type int"),

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxflash.config import RopeScaling
-from jaxflash.layers import Linear, RMSNorm, rotary_frequencies, rotary_table, rotate
+from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_frequencies, rotary_table, rotate
 from tests.tolerance import assert_close
 
 
@@ -181,3 +181,24 @@ def test_rotation_keeps_the_dtype_and_turns_in_float32():
     assert got.dtype == jnp.bfloat16
     wide = rotate(x.astype(jnp.float32), *table(range(1000, 1008)))
     np.testing.assert_array_equal(got, wide.astype(jnp.bfloat16))
+
+
+def test_matmul_float32_keeps_the_sum_and_rounds_the_cotangent():
+    key = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(key[0], (3, 5, 64), jnp.bfloat16)
+    w = jax.random.normal(key[1], (64, 7), jnp.bfloat16)
+    g = jax.random.normal(key[2], (3, 5, 7))
+    out, pull = jax.vjp(matmul_float32, x, w)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    assert out.dtype == jnp.float32
+    # Products of bfloat16 are exact in float32; a chain of 64 sums of them rounds 64 times at most.
+    bound = 64 * np.finfo(np.float32).eps * (np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w, np.float64)))
+    assert (np.abs(np.asarray(out, np.float64) - exact) <= bound).all()
+    dx, dw = pull(g)
+    assert dx.dtype == dw.dtype == jnp.bfloat16
+    rounded = np.asarray(g.astype(jnp.bfloat16), np.float64)
+    for got, want in (
+        (dx, rounded @ np.asarray(w, np.float64).T),
+        (dw, np.einsum("abi,abo->io", np.asarray(x, np.float64), rounded)),
+    ):
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-7, atol=2**-7)

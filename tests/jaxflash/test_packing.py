@@ -47,7 +47,7 @@ def test_a_row_of_documents_is_segments_then_padding(lengths):
         row = rows[i]
         assert row.segment_ids is not None
         fields = (row.tokens, row.targets, row.loss_mask, row.positions, row.segment_ids)
-        assert [field.dtype for field in fields] == [np.int32, np.int32, np.float32, np.int32, np.int32]
+        assert [field.dtype for field in fields] == [np.int32, np.int32, np.bool_, np.int32, np.int32]
         assert {field.shape for field in fields} == {(SEQ_LEN,)}
         used = int(row.loss_mask.sum())
         assert used > 0

@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import os
-import signal
+import re
+import sys
 from pathlib import Path
 
 import jax
@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxflash.config import TrainConfig, override, train_preset
-from jaxflash.model import abstract, init_params
+from jaxflash.model import abstract, flops_per_token, init_params
 from jaxflash.step import compile_program, gradients, loss_sum, make_optimizer
 from jaxflash.train import train
 from sharding import rules
@@ -162,83 +162,6 @@ def test_another_shape_is_refused_instead_of_compiled(small):
             program.step(program.init(), program.put(rows))
 
 
-def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(small, tmp_path):
-    config = dataclasses.replace(on_mesh(small, 2, 2, 2), schedule_steps=10, checkpoint_every=3)
-    whole = train(dataclasses.replace(config, out=str(tmp_path / "whole")), quiet=True)
-    parts = dataclasses.replace(config, out=str(tmp_path / "parts"))
-    train(dataclasses.replace(parts, steps=5), quiet=True)
-    resumed = train(parts, quiet=True)
-    assert resumed.curve() == whole.curve()
-    assert bits(resumed.state) == bits(whole.state)
-
-
-def test_checkpoint_is_restored_bit_for_bit_on_another_mesh(small, out):
-    saved = train(dataclasses.replace(on_mesh(small, 2, 2, 2), out=out, steps=4, schedule_steps=10), quiet=True)
-    for sizes in [(1, 1, 1), (1, 8, 1), (1, 2, 4)]:
-        again = train(dataclasses.replace(on_mesh(small, *sizes), out=out, steps=4, schedule_steps=10), quiet=True)
-        assert bits(again.state) == bits(saved.state)
-        assert len(again.state.params["table"].sharding.device_set) == np.prod(sizes)
-
-
-def test_resume_on_another_mesh_continues_the_curve(small, tmp_path):
-    config = dataclasses.replace(small, schedule_steps=10)
-    whole = train(on_mesh(config, 1, 1, 1), quiet=True)
-    parts = dataclasses.replace(config, out=str(tmp_path))
-    train(dataclasses.replace(on_mesh(parts, 1, 4, 2), steps=5), quiet=True)
-    resumed = train(on_mesh(parts, 2, 1, 2), quiet=True)
-    np.testing.assert_allclose(resumed.curve()[1], whole.curve()[1], rtol=0, atol=1e-5)
-
-
-def test_a_signal_saves_and_the_next_call_goes_on(small, tmp_path):
-    config = dataclasses.replace(small, out=str(tmp_path / "run"))
-    before = signal.getsignal(signal.SIGTERM)
-    stopped = train(config, quiet=True, on_record=lambda r: r["step"] == 3 and os.kill(os.getpid(), signal.SIGTERM))
-    assert stopped.stopped == "SIGTERM" and 3 < int(stopped.state.step) < 10
-    assert signal.getsignal(signal.SIGTERM) is before
-    resumed = train(config, quiet=True)
-    assert resumed.stopped is None
-    assert resumed.curve() == train(dataclasses.replace(config, out=None), quiet=True).curve()
-
-
-def test_records_of_steps_after_the_checkpoint_are_dropped_on_resume(small, out):
-    train(dataclasses.replace(small, out=out, steps=4, schedule_steps=10), quiet=True)
-    metrics = Path(out) / "metrics.jsonl"
-    with metrics.open("a") as file:  # what a run killed at step 6 leaves behind: later records and half a line
-        file.write(json.dumps({"step": 5, "loss": 99.0}) + "\n" + json.dumps({"step": 6, "loss": 99.0})[:9])
-    train(dataclasses.replace(small, out=out, steps=6, schedule_steps=10), quiet=True)
-    steps = [r["step"] for r in map(json.loads, metrics.read_text().splitlines()) if "loss" in r]
-    assert steps == [1, 2, 3, 4, 5, 6]
-    assert "99.0" not in metrics.read_text()
-
-
-def test_not_a_number_stops_and_names_the_step(small, out):
-    config = dataclasses.replace(small, out=out, learning_rate=1e38, clip_norm=1e38, warmup_steps=0, checkpoint_every=1)
-    with pytest.raises(FloatingPointError, match=r"at step [2-4] - it must be finite"):
-        train(config, quiet=True)
-    kept = [int(p.name) for p in (Path(out) / "checkpoints").iterdir()]
-    assert kept and max(kept) < 4
-
-
-def test_another_configuration_is_refused_naming_the_keys(small, out):
-    train(dataclasses.replace(small, out=out, steps=2), quiet=True)
-    (Path(out) / "notes.txt").write_text("mine")
-    changed = override(dataclasses.replace(small, out=out, steps=2), {"learning_rate": 1e-4, "model.d_ff": 96})
-    with pytest.raises(ValueError, match=r"learning_rate: 0.003 there, 0.0001 now; model.d_ff: 128 there, 96 now"):
-        train(changed, quiet=True)
-    with pytest.raises(ValueError, match="schedule_steps: 2 there, 5 now"):
-        train(dataclasses.replace(small, out=out, steps=5), quiet=True)
-    train(dataclasses.replace(small, out=out, steps=4, schedule_steps=2, keep=1), quiet=True)
-    assert (Path(out) / "notes.txt").read_text() == "mine"
-    assert [p.name for p in (Path(out) / "checkpoints").iterdir()] == ["4"]
-
-
-def test_a_folder_without_a_run_keeps_its_files(small, out):
-    Path(out).mkdir()
-    (Path(out) / "notes.txt").write_text("mine")
-    train(dataclasses.replace(small, out=out, steps=2), quiet=True)
-    assert (Path(out) / "notes.txt").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -251,12 +174,46 @@ def test_a_folder_without_a_run_keeps_its_files(small, out):
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"/nowhere/tokenizer.json"),
         ({"model.vocab_size": 128}, r"128"),
         ({"model.attention": "cudn"}, r"'cudnn'"),
+        ({"seed": -1}, r"seed=-1"),
     ],
 )
 def test_bad_input_is_refused_before_any_compilation(small, changes, message, monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled before the check"))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(override(small, changes), quiet=True)
+
+
+def test_a_layout_that_cannot_be_is_refused_before_the_data_is_read(small, monkeypatch):
+    monkeypatch.setattr("jaxflash.data.tokenise", lambda *_, **__: pytest.fail("read the data before the check"))
+    with pytest.raises(ValueError, match="not divisible"):
+        train(override(small, {"batch_size": 12, "mesh": {"fsdp": 8}}), quiet=True)
+
+
+def test_bfloat16_parameters_train_with_float32_moments_and_resume(small, out):
+    config = override(small, {"model.param_dtype": "bfloat16", "out": out, "steps": 3, "schedule_steps": 6})
+    first = train(config, quiet=True)
+    assert {x.dtype for x in jax.tree.leaves(first.state.params)} == {jnp.dtype("bfloat16")}
+    floats = {x.dtype for x in jax.tree.leaves(first.state.opt_state) if x.ndim}
+    assert floats == {jnp.dtype("float32")}
+    resumed = train(dataclasses.replace(config, steps=6), quiet=True)
+    whole = train(dataclasses.replace(config, steps=6, out=None), quiet=True)
+    assert resumed.curve() == whole.curve() and whole.curve()[1][-1] < whole.curve()[1][0]
+
+
+def test_mfu_is_tokens_times_flops_over_the_peak(small, monkeypatch):
+    monkeypatch.setattr(sys.modules[train.__module__], "peak_flops", lambda device: 1e12)
+    run = train(dataclasses.replace(small, steps=2, mesh={"data": 2}), quiet=True)
+    for record in (r for r in run.records if "loss" in r):
+        want = record["tokens_per_s"] * flops_per_token(small.model, small.seq_len) / 2e12
+        assert record["mfu"] == pytest.approx(want, rel=1e-9)
+        # A full batch of packed rows: nearly every place is a token.
+        assert 0.9 * 8 * 64 < record["tokens_per_s"] * record["seconds"] <= 8 * 64
+
+
+def test_the_bar_shows_loss_speed_and_time_left(small, capfd):
+    train(dataclasses.replace(small, steps=2))
+    shown = capfd.readouterr().err
+    assert re.search(r"2/2 .* loss \d\.\d+ \(validation \d\.\d+\) +[\d,]+ tokens/s +\d:\d\d:\d\d", shown), shown
 
 
 def test_master_weights_stay_float32_under_bfloat16_compute(small):

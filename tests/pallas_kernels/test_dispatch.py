@@ -51,7 +51,7 @@ def test_all_refusals_are_reported():
 @pytest.mark.parametrize("call", [choose, explain])
 def test_an_unknown_name_gets_the_nearest(call):
     with pytest.raises(
-        ValueError, match=r"halve: unknown name='smal' .* known are fast, small, any\. Did you mean 'small'\?"
+        ValueError, match=r"halve: unknown name='smal' .* Did you mean 'small'\? Known: fast, small, any\."
     ):
         call((FAST, SMALL, ANY), Even(4), CPU, "smal")
 
