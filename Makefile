@@ -3,6 +3,12 @@ UV := $(shell uv --version >/dev/null 2>&1 && echo uv || echo .uv/bin/uv)
 RUN := $(UV) run --frozen
 BRING := $(filter .uv/bin/uv,$(UV))
 
+# A few minutes of what a new jax breaks first: sharding, attention with all its derivatives, the cuDNN adapter, training
+# with checkpoints.
+NEWEST := tests/sharding/test_mesh.py tests/sharding/test_rules.py tests/pallas_kernels/test_dispatch.py \
+	$(addprefix tests/pallas_kernels/attention/test_,probes.py reference.py api.py cudnn.py) \
+	tests/jaxflash/test_checkpoint.py
+
 .PHONY: demo test test-slow test-newest lint format
 
 demo: $(BRING)
@@ -19,7 +25,7 @@ test-newest: $(BRING)
 	$(UV) venv --quiet --clear .venv-newest
 	$(UV) pip install --no-config --quiet --python .venv-newest --upgrade . --group dev
 	.venv-newest/bin/python -c "import jax; print('jax', jax.__version__)"
-	.venv-newest/bin/python -m pytest -m "not slow" tests/pallas_kernels tests/sharding tests/jaxflash/test_checkpoint.py
+	.venv-newest/bin/python -m pytest -m "not slow" $(NEWEST)
 
 lint: $(BRING)
 	$(RUN) ruff format --check
