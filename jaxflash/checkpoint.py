@@ -114,6 +114,8 @@ def open_run(run: Path, config: TrainConfig) -> None:
     """
     if run.exists() and not run.is_dir():
         raise NotADirectoryError(f"train: out={str(run)!r} is a file - a folder is required. Choose another --out.")
+    # Looked for before config.json, which a run writes first: another process of this run may be writing both now.
+    foreign = [name for name in _OURS if (run / name).exists()]
     steps = saved_steps(run)
     if (run / "config.json").exists():
         changed = configs.differences(read_config(run), config) if steps else {}
@@ -130,7 +132,7 @@ def open_run(run: Path, config: TrainConfig) -> None:
                 f"train: {str(run)!r} is already at step {steps[-1]}, beyond steps={config.steps}. "
                 "Ask for more steps, or choose another --out."
             )
-    elif foreign := [name for name in _OURS if (run / name).exists()]:
+    elif foreign:
         raise ValueError(
             f"train: {str(run)!r} has no config.json, so is no run, but holds {', '.join(foreign)}, which a "
             "run would write over. Choose another --out."

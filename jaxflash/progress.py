@@ -24,9 +24,9 @@ from jaxflash.config import TrainConfig
 class Progress:
     """Takes every step's metrics in order: checks that they are finite, times, logs and shows them.
 
-    mfu: model FLOP utilisation that one token a second would be, None where the device's peak is unknown (then it
-    is neither shown nor recorded). Float32 runs are held against the bfloat16 peak
-    too; packed documents count as full rows.
+    mfu: model FLOP utilisation that one token a second would be, None where the device's peak is unknown (then it is
+    neither shown nor recorded). Float32 runs are held against the bfloat16 peak too; packed documents count as full
+    rows.
     """
 
     def __init__(
