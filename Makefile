@@ -9,7 +9,7 @@ NEWEST := tests/sharding/test_mesh.py tests/sharding/test_rules.py tests/pallas_
 	$(addprefix tests/pallas_kernels/attention/test_,probes.py reference.py api.py cudnn.py) \
 	tests/jaxflash/test_checkpoint.py
 
-.PHONY: demo test test-slow test-newest lint format
+.PHONY: demo test test-slow test-newest aot lint format
 
 demo: $(BRING)
 	$(RUN) jaxflash demo
@@ -26,6 +26,17 @@ test-newest: $(BRING)
 	$(UV) pip install --no-config --quiet --python .venv-newest --upgrade . --group dev
 	.venv-newest/bin/python -c "import jax; print('jax', jax.__version__)"
 	.venv-newest/bin/python -m pytest -m "not slow" $(NEWEST)
+
+# Kernels to sm_90a without a GPU (tests/mosaic/aot.py), in an environment of their own: the locked jax, its CUDA plugin
+# and the compiler's own wheels, without the gigabytes that only running needs.
+CUDA := '^(jax-cuda13-(plugin|pjrt)|nvidia-(cuda-nvcc|nvvm))=='
+
+aot: $(BRING)
+	UV_PROJECT_ENVIRONMENT=.aot $(UV) sync --quiet --frozen --inexact --no-dev --no-install-project
+	$(UV) export --quiet --frozen --no-dev --no-emit-project --no-hashes --no-annotate --no-header --extra cuda13 \
+		| grep -E $(CUDA) > .aot/cuda.txt
+	$(UV) pip install --no-config --quiet --python .aot --no-deps -r .aot/cuda.txt nvidia-cuda-nvdisasm
+	.aot/bin/python -m tests.mosaic.check_aot
 
 lint: $(BRING)
 	$(RUN) ruff format --check

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxflash.config import ModelConfig
@@ -24,7 +23,8 @@ _policies = jax.checkpoint_policies
 _save_attention = _policies.save_only_these_names("attention_out", "attention_lse")
 _save_dots = _policies.dots_with_no_batch_dims_saveable
 
-# What the backward pass keeps of each block instead of computing it again; "none" keeps everything.
+# What the backward pass keeps of each block instead of computing it again; "none" keeps everything. Only the Hopper
+# kernels name their output and LSE (in their derivative rule, pallas_kernels/attention/derivative.py).
 REMAT_POLICIES: dict[str, Any] = {
     "full": _policies.nothing_saveable,
     "dots": _save_dots,
@@ -100,7 +100,6 @@ class Attention(nnx.Module):
             out = dot_product_attention(
                 q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention
             )
-        out = checkpoint_name(out, "attention_out")
         return self.out(out.reshape(b, t, c.n_heads * c.head_dim)), cache
 
     def _attend_cache(

@@ -50,6 +50,11 @@ def current_device() -> Device:
     return describe(chosen or jax.devices()[0])
 
 
+def alone() -> bool:
+    """Whether the program can only be meant for one device, so that there is nothing to partition."""
+    return jax.device_count() == 1
+
+
 def describe(device: Any) -> Device:
     """The facts of a `jax.Device`."""
     # Only GPU devices carry these attributes, and ROCm's "compute capability" is a name such as gfx942.

@@ -13,6 +13,8 @@ import pytest  # noqa: E402
 
 from sharding.mesh import use_cpu_devices  # noqa: E402
 
+# The interpreter of Hopper kernels runs every warpgroup of a call in a thread of the pool.
+os.environ.setdefault("NPROC", "128")
 use_cpu_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

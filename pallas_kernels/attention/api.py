@@ -8,12 +8,51 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn, reference
+from pallas_kernels.attention import cudnn, hopper, hopper_bwd, reference
+from pallas_kernels.attention.derivative import differentiable
 from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, make_spec, segment_sides
 from pallas_kernels.device import Device, current_device
+from pallas_kernels.dispatch import Implementation
 
-# In order of preference.
-IMPLEMENTATIONS = (cudnn.IMPLEMENTATION, reference.XLA_CHUNKED, reference.XLA)
+
+def _chunked_backward(
+    spec: AttentionSpec,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Any = None,
+    **operands: Any,
+) -> tuple[Any, Any, Any]:
+    """The gradient by the exact path, for calls that only a forward kernel takes."""
+
+    def attend(query, key, value):
+        return reference.XLA_CHUNKED.forward(spec, query, key, value, **operands)
+
+    return jax.vjp(attend, query, key, value)[1]((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+
+
+def _why_not_backward(spec: AttentionSpec, device: Device) -> str | None:
+    if max(spec.H, spec.H_v) > 128:
+        return f"its backward kernel takes head dims up to 128, not {spec.H} and {spec.H_v}"
+    return hopper.why_not(spec, device)
+
+
+HOPPER = Implementation(
+    name="hopper",
+    why_not=_why_not_backward,
+    forward=differentiable(hopper.attend, hopper_bwd.backward, exact=reference.XLA_CHUNKED.forward),
+)
+HOPPER_FORWARD = Implementation(
+    name="hopper_forward",
+    why_not=hopper.why_not,
+    forward=differentiable(hopper.attend, _chunked_backward, exact=reference.XLA_CHUNKED.forward),
+)
+
+# In order of preference: where there is no backward kernel yet, cuDNN comes before a forward kernel alone.
+IMPLEMENTATIONS = (HOPPER, cudnn.IMPLEMENTATION, HOPPER_FORWARD, reference.XLA_CHUNKED, reference.XLA)
 
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
 

@@ -89,10 +89,12 @@ def finalise(
 ) -> tuple[Float[Array, "*b h"], Float[Array, "*b"]]:
     """(out, lse) = (accumulator / total, maximum + log(total)); (0, -inf), with zero gradients, where total is 0."""
     nothing = total == 0
-    # Dividing by and taking the log of 1 there, not 0, keeps NaN out of the derivative of the branch not taken.
-    safe = jnp.where(nothing, 1.0, total)
+    # Dividing by and taking the log of 1 there, not 0, keeps NaN out of the derivative of the branch not taken. So it
+    # does for a row that is NaN, whose accumulator says so: the cotangent of a NaN must not meet the keys that the row
+    # does not see, whose weights are 0.
+    safe = jnp.where(nothing | jnp.isnan(total), 1.0, total)
     lse = jnp.where(nothing, -jnp.inf, _finite_maximum(maximum) + jnp.log(safe))
-    return accumulator / safe[..., None], lse
+    return jnp.where(nothing[..., None], 0.0, accumulator / safe[..., None]), lse
 
 
 def merge(

@@ -118,10 +118,11 @@ def test_every_call_is_served_on_every_device(case):
 def test_explain_takes_a_call_or_its_spec():
     q = jax.ShapeDtypeStruct((2, 128, 8, 64), jnp.bfloat16)
     explanation = explain(q, q, q, is_causal=True, device=H200)
-    assert explanation.chosen == "cudnn" and explanation == explain(explanation.spec, device=H200)
+    assert explanation.chosen == "hopper" and explanation == explain(explanation.spec, device=H200)
     on_cpu = explain(q, q, q, is_causal=True, device=CPU)
-    assert on_cpu.chosen == "xla_chunked" and on_cpu.rejected[1] == ("xla", "applies, but 'xla_chunked' is preferred")
-    assert [line.split()[0] for line in str(on_cpu).splitlines()[2:]] == ["cudnn", ">", "xla"]
+    assert on_cpu.chosen == "xla_chunked" and on_cpu.rejected[-1] == ("xla", "applies, but 'xla_chunked' is preferred")
+    names = ["hopper", "cudnn", "hopper_forward", ">", "xla"]
+    assert [line.split()[0] for line in str(on_cpu).splitlines()[2:]] == names
     assert explain(q, q, q, implementation="xla", device=H200).chosen == "xla"
 
 

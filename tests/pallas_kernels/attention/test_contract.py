@@ -1,5 +1,8 @@
 """Every implementation on every case: values and gradients against the oracle."""
 
+import dataclasses
+import itertools
+
 import pytest
 
 from pallas_kernels.attention import reference
@@ -19,9 +22,10 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda implementation: implementation.name)
 def test_values_and_gradients(implementation, case):
     device = current_device()
-    # An implementation that cannot return the LSE is still held to everything else.
-    for return_lse in (True, False):
-        reason = implementation.why_not(CASES[case].spec(return_lse=return_lse), device)
+    # An implementation that takes 16 bits only, or cannot return the LSE, is still held to everything else.
+    for dtype, return_lse in itertools.product((CASES[case].dtype, "bfloat16"), (True, False)):
+        attempt = dataclasses.replace(CASES[case], dtype=dtype)
+        reason = implementation.why_not(attempt.spec(return_lse=return_lse), device)
         if reason is None:
-            return against_oracle(CASES[case].arguments(), implementation.name, return_lse=return_lse)
+            return against_oracle(attempt.arguments(), implementation.name, return_lse=return_lse)
     pytest.skip(reason)

@@ -1,0 +1,684 @@
+"""Backward of attention on Hopper: one fused kernel, five products, every mask, bitwise reproducible.
+
+A CTA owns 128 keys of one kv head and walks over the blocks of queries, last block first, and in each over the query
+heads of the group. Two compute warpgroups own 64 keys each; a third one holds a warp that loads and two that write dQ:
+
+    warp "load"   K V | Q dO rows | Q dO rows | ...                          TMA, two slots
+    compute 0, 1  S'  = K Q' - lse/scale        dQ of the step before = dS K      (one half each, behind S')
+    (one step)    P'  = exp2(c S')              -> shared memory, to the writer
+                  dP' = V dO' - delta           dV += P' dO
+                  dS' = P' * dP'                -> shared memory, for dQ of the next step
+                  dK += dS' Q                   (' = transposed: rows are keys, so that P' and dS' are A operands)
+    warp "write"  waits for its turn at the q block, adds the half of dQ to float32 in global memory, passes the turn
+
+dK and dV stay in float32 registers. The CTAs of one head add to a block of dQ in the order of their keys: the first one
+stores, which saves a fill with zeros, and counters in global memory pass the turn on. A CTA waits only for CTAs that
+the grid numbers lower, and the hardware starts those first, so no wait is in vain however few CTAs fit. Keys ascending
+is also longest first under a causal mask. A CTA comes to a block after at least as many steps as the CTAs before it,
+and waits little; were heads the outer loop, short CTAs would wait at every head for the long ones.
+
+Which steps a CTA does, and which of them need a mask, is a plan made outside of the kernel (`blocks`). The turn of kv
+block j at a q block is j - (first visitor), so that a CTA also visits what it does not need between what it does.
+
+What is masked may hold NaN and inf, which a product with 0 lets through. S' is masked before the exponential, dS' by
+P' = 0; non-finite rows of K, which dQ would read, are zeroed in shared memory, and their rows of V made NaN, so that
+pairs that do see them are NaN; non-finite rows of Q and dO are zeroed in steps with a mask, and their LSE is NaN.
+"""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, llvm
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import mosaic
+from pallas_kernels.attention import blocks
+from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.mosaic import COLUMNS, ROWS, Layout
+
+KV_BLOCK = 128
+# Key heads that the grid runs side by side at most. With few, long chains of CTAs wait for one another's dQ: 4, 8, 16
+# gave 396, 429, 441 TFLOP/s at head dim 64, causal, 4k (H200, 2026-11).
+HEADS = 16
+_COMPUTE = 2  # warpgroups
+_KEYS = KV_BLOCK // _COMPUTE  # keys of one warpgroup
+_SLOTS = 2  # of Q and dO in shared memory
+_REGISTERS = (240, 24)  # of a compute thread, of a thread that loads or writes
+# Named barriers: a half of dQ may be overwritten; it is written; both warpgroups have zeroed what is not finite.
+_EMPTY, _WRITTEN, _SCRUBBED = 4, 6, 8
+_HALF_THREADS = 128 + 32  # a compute warpgroup and its writer warp
+_I32, _F32 = jnp.int32, jnp.float32
+_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """All that the kernel is specialised to. T and S are padded, `keys` is the number of real keys."""
+
+    B: int
+    T: int
+    S: int
+    N: int
+    K: int
+    D: int
+    dtype: str
+    keys: int
+    scale: float
+    bounds: tuple[int | None, int | None]
+    shift: int | None
+    kv_lengths: bool
+    segments: bool
+    masked: bool  # any step may need a mask
+    sides: int  # 2 where steps with a mask lie on both sides of those without
+    heads: int  # kv heads that the grid runs side by side
+
+    @property
+    def q_block(self) -> int:
+        return 128 if self.D == 64 else 64
+
+    @property
+    def nq(self) -> int:
+        return -(-self.T // self.q_block)
+
+    @property
+    def nkv(self) -> int:
+        return -(-self.S // KV_BLOCK)
+
+    @property
+    def group(self) -> int:
+        return self.N // self.K
+
+    @property
+    def half(self) -> tuple[int, int]:
+        """The part of a block of dQ that one warpgroup computes: 64 of 128 queries, or half of the head dim."""
+        return (64, self.D) if self.q_block == 128 else (self.q_block, self.D // 2)
+
+    @property
+    def limited(self) -> bool:
+        """Whether blocks of keys may end early."""
+        return self.kv_lengths or self.keys % KV_BLOCK > 0
+
+    @property
+    def hidden(self) -> float:
+        """What exp2(scale * x) takes to 0."""
+        return -math.inf if self.scale > 0 else math.inf
+
+
+class Plan(NamedTuple):
+    """What CTAs do, int32 arrays; b is B, or 1 where all batch entries are alike."""
+
+    steps: Any  # (b, nkv, 6): q blocks start, full_start, full_stop, stop as in blocks.Ranges; shift; number of keys
+    first: Any  # (b, nq): the first kv block that visits each q block, and nkv where none does
+
+
+def make_plan(live: Any, full: Any, shift: Any, kv_length: Any) -> Plan:
+    """The plan from the (b, nq, nkv) results of `blocks.overlaps`; numpy in, numpy out.
+
+    Ranges of q blocks are widened until neither end ever goes back from one kv block to the next. Then the visitors of
+    a q block are neighbours, and each knows its turn from the first one.
+    """
+    xp: Any = np if isinstance(live, np.ndarray) else jnp
+    live, full = live.swapaxes(1, 2), full.swapaxes(1, 2)
+    nkv, nq = live.shape[1:]
+    found = blocks.ranges(live, full)
+    needed = live.any(-1)
+    start, stop = xp.where(needed, found.start, nq), xp.where(needed, found.stop, 0)
+    if xp is np:
+        start = np.minimum.accumulate(start[:, ::-1], axis=1)[:, ::-1]
+        stop = np.maximum.accumulate(stop, axis=1)
+    else:
+        start, stop = lax.cummin(start, axis=1, reverse=True), lax.cummax(stop, axis=1)
+    stop = xp.maximum(start, stop)
+    # Where no block is full, all are on the low side: with one kind of mask, that is the side there is code for.
+    some = found.full_stop > found.full_start
+    full_start, full_stop = xp.where(some, found.full_start, stop), xp.where(some, found.full_stop, stop)
+    index = xp.arange(nq, dtype=np.int32)[None, None]
+    visits = (start[..., None] <= index) & (index < stop[..., None])
+    first = xp.where(visits.any(1), visits.argmax(1), nkv)
+    columns = (start, full_start, full_stop, stop, *(xp.broadcast_to(x, start.shape) for x in (shift, kv_length)))
+    return Plan(steps=xp.stack(columns, -1).astype(np.int32), first=first.astype(np.int32))
+
+
+class _Place(NamedTuple):
+    """Where a CTA stands: batch entry, kv head, kv block, row of the plan; and what it walks over, one head a step."""
+
+    b: Any
+    head: Any
+    j: Any
+    entry: Any
+    group: int
+    start: Any
+    full_start: Any
+    full_stop: Any
+    stop: Any
+
+    @property
+    def steps(self) -> Any:
+        return self.steps_from(self.start)
+
+    def steps_from(self, q_block: Any) -> Any:
+        """The number of steps for q blocks from `q_block` on, which come first."""
+        return (self.stop - q_block) * self.group
+
+    def step(self, i: Any) -> tuple[Any, Any]:
+        """(q block, query head) of step i."""
+        block, g = _divmod(i, self.group)
+        return self.stop - 1 - block, self.head * self.group + g
+
+
+def _place(c: _Call, refs: SimpleNamespace) -> _Place:
+    pid = lax.axis_index("cta")
+    group, rest = _divmod(pid, c.heads * c.nkv)
+    j, member = _divmod(rest, c.heads)
+    b, head = _divmod(group * c.heads + member, c.K)
+    entry = b if refs.plan.shape[0] > 1 else _I32(0)
+    return _Place(b, head, j, entry, c.group, *(refs.plan[entry, j, k] for k in range(4)))
+
+
+def _divmod(x: Any, n: int) -> tuple[Any, Any]:
+    return lax.div(x, _I32(n)), lax.rem(x, _I32(n))
+
+
+def _load(c: _Call, at: _Place, refs: SimpleNamespace) -> None:
+    """One warp: brings K and V once, and Q, dO and what belongs to rows step by step."""
+    keys = pl.ds(at.j * KV_BLOCK, KV_BLOCK)
+    plgpu.copy_gmem_to_smem(refs.k.at[at.b, keys, at.head], refs.k_s, refs.kv_ready)
+    plgpu.copy_gmem_to_smem(refs.v.at[at.b, keys, at.head], refs.v_s, refs.kv_ready)
+    if c.segments:
+        plgpu.copy_gmem_to_smem(refs.kv_ids.at[at.b, keys], refs.kv_ids_s, refs.kv_ready)
+
+    @pl.loop(0, at.steps)
+    def _(step):
+        qi, head = at.step(step)
+        slot = lax.rem(step, _I32(_SLOTS))
+
+        @pl.when(step >= _SLOTS)
+        def _():
+            plgpu.barrier_wait(refs.free.at[slot])
+
+        rows = pl.ds(qi * c.q_block, c.q_block)
+        plgpu.copy_gmem_to_smem(refs.q.at[at.b, rows, head], refs.q_s.at[slot], refs.q_ready.at[slot])
+        plgpu.copy_gmem_to_smem(refs.rows.at[at.b, head, qi], refs.rows_s.at[slot], refs.q_ready.at[slot])
+        if c.segments:
+            plgpu.copy_gmem_to_smem(refs.q_ids.at[at.b, rows], refs.q_ids_s.at[slot], refs.q_ready.at[slot])
+        plgpu.copy_gmem_to_smem(refs.do.at[at.b, rows, head], refs.do_s.at[slot], refs.do_ready.at[slot])
+
+    @pl.loop(jnp.maximum(at.steps - _SLOTS, 0), at.steps)
+    def _(step):
+        plgpu.barrier_wait(refs.free.at[lax.rem(step, _I32(_SLOTS))])
+
+
+def _write(c: _Call, at: _Place, refs: SimpleNamespace, half: Any) -> None:
+    """One warp: adds a half of every dQ to global memory when it is its turn."""
+
+    def take() -> None:
+        mosaic.named_barrier_sync(_WRITTEN + half, _HALF_THREADS)
+
+    def give() -> None:
+        mosaic.named_barrier_arrive(_EMPTY + half, _HALF_THREADS)
+
+    give()
+    take()  # dQ "before the first step"
+    give()
+
+    @pl.loop(0, at.steps)
+    def _(step):
+        qi, head = at.step(step)
+        turn = at.j - refs.first[at.entry, qi]
+        counter = ((at.b * c.N + head) * c.nq + qi) * _COMPUTE + half
+        mosaic.wait_turn(refs.turns, counter, turn)
+        take()
+        if c.q_block == 128:
+            target = refs.dq.at[at.b, pl.ds(qi * c.q_block + half * 64, 64), head]
+        else:
+            columns = pl.ds(half * (c.D // 2), c.D // 2)
+            target = refs.dq.at[at.b, pl.ds(qi * c.q_block, c.q_block), head, columns]
+
+        @pl.when(turn == 0)
+        def _():
+            plgpu.copy_smem_to_gmem(refs.dq_s.at[half], target)
+
+        @pl.when(turn > 0)
+        def _():
+            plgpu.copy_smem_to_gmem(refs.dq_s.at[half], target, reduction_op="add")
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        give()
+        plgpu.wait_smem_to_gmem(0)
+        mosaic.pass_turn(refs.turns, counter)
+
+
+def _compute(c: _Call, at: _Place, refs: SimpleNamespace, w: Any) -> None:
+    """One warpgroup: all steps for its 64 keys."""
+    mine = pl.ds(w * _KEYS, _KEYS)
+    k_w, v_w = refs.k_s.at[mine], refs.v_s.at[mine]
+    # dS of the step before the first one is 0, so that every step runs the same code.
+    refs.ds_s[1, mine] = plgpu.layout_cast(jnp.zeros((_KEYS, c.q_block), c.dtype), Layout.WGMMA)
+    plgpu.barrier_wait(refs.kv_ready)
+    if c.masked:
+        _scrub_keys(k_w, v_w)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.ds_ready.at[1])
+
+    def with_accumulators(dk_acc: Any, dv_acc: Any) -> tuple[Any, Any]:
+        def walk(side: Any) -> None:
+            """The steps of a side: those without a mask, and those with one that follow."""
+            first, middle, last = _I32(0), at.steps_from(at.full_start), at.steps
+            if c.sides == 2:
+                high = at.steps_from(at.full_stop)
+                first, middle, last = (jnp.where(side == 0, *x) for x in ((0, high), (0, middle), (high, last)))
+
+            @pl.loop(first, middle)
+            def _(i):
+                _step(c, at, refs, w, dk_acc, dv_acc, i, False)
+
+            if c.masked:
+
+                @pl.loop(middle, last)
+                def _(i):
+                    _step(c, at, refs, w, dk_acc, dv_acc, i, True)
+
+        if c.sides == 1:
+            walk(None)
+        else:
+            pl.loop(0, 2)(walk)
+
+        def last(dq_acc: Any) -> Any:
+            _issue_dq(c, refs, w, lax.rem(at.steps + 1, _I32(2)), dq_acc)
+            return dq_acc[...]
+
+        _put_dq(refs, w, pl.run_scoped(last, _ACC(c.half, _F32)))
+        return dk_acc[...], dv_acc[...]
+
+    shape = (_KEYS, c.D)
+    dk, dv = pl.run_scoped(with_accumulators, _ACC(shape, _F32), _ACC(shape, _F32))
+    keys = pl.ds(at.j * KV_BLOCK + w * _KEYS, _KEYS)
+    plgpu.barrier_arrive(refs.done)  # the other warpgroup's last dQ still reads K
+    v_w[...] = dv.astype(c.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(v_w, refs.dv.at[at.b, keys, at.head])
+    plgpu.barrier_wait(refs.done)
+    k_w[...] = (dk * c.scale).astype(c.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(k_w, refs.dk.at[at.b, keys, at.head])
+    plgpu.wait_smem_to_gmem(0)
+    mosaic.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
+
+
+def _step(
+    c: _Call, at: _Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc: Any, step: Any, masked: bool
+) -> None:
+    """One block of queries of one head; and dQ of the step before.
+
+    A warpgroup writes its dS only after it has waited for that of the step before from both, and the other one wrote
+    that after its dQ of two steps before was complete: of two buffers, one is always free.
+    """
+    slot, buffer = lax.rem(step, _I32(_SLOTS)), lax.rem(step, _I32(2))
+    # Addresses are made anew from w in every step: LLVM would make them before the loop, and spill them (236 bytes at
+    # D = 128, with 18 loads and as many moves to uniform registers a step; 0 so).
+    w = mosaic.opaque(w)
+    mine = pl.ds(w * _KEYS, _KEYS)
+    q, do = refs.q_s.at[slot], refs.do_s.at[slot]
+    tile = (_KEYS, c.q_block)
+
+    def along_columns(x_ref: Any) -> Any:
+        return lax.broadcast_in_dim(plgpu.load(x_ref, layout=COLUMNS), tile, [1])
+
+    def weights(s_acc: Any, dq_acc: Any) -> tuple[Any, Any]:
+        plgpu.barrier_wait(refs.q_ready.at[slot])
+        if masked:
+            plgpu.barrier_wait(refs.do_ready.at[slot])
+            _scrub_queries(c, refs, w, slot)
+        s_acc[...] = along_columns(refs.rows_s.at[slot, 0])
+        plgpu.wgmma(s_acc, refs.k_s.at[mine], q.transpose((1, 0)))
+        _issue_dq(c, refs, w, 1 - buffer, dq_acc)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        if masked:
+            s = _mask(c, at, refs, w, slot, at.step(step)[0], s)
+        p = jnp.exp2(s * (c.scale * math.log2(math.e)))
+        rounded = p.astype(c.dtype)
+        _put_dq(refs, w, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
+        return p, rounded
+
+    p, p_rounded = pl.run_scoped(weights, _ACC(tile, _F32), _ACC(c.half, _F32))
+
+    def gradients(dp_acc: Any) -> Any:
+        if not masked:
+            plgpu.barrier_wait(refs.do_ready.at[slot])
+        dp_acc[...] = along_columns(refs.rows_s.at[slot, 1])
+        plgpu.wgmma(dp_acc, refs.v_s.at[mine], do.transpose((1, 0)))
+        plgpu.wgmma(dv_acc, p_rounded, do)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        ds = p * dp
+        if masked:
+            ds = jnp.where(p == 0, 0.0, ds)  # dP of a masked pair may be anything
+        ds = ds.astype(c.dtype)
+        refs.ds_s[buffer, mine] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(refs.ds_ready.at[buffer])
+        return ds
+
+    ds = pl.run_scoped(gradients, _ACC(tile, _F32))
+    plgpu.wgmma(dk_acc, ds, q)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(refs.free.at[slot])
+
+
+def _issue_dq(c: _Call, refs: SimpleNamespace, w: Any, buffer: Any, dq_acc: Any) -> None:
+    """Starts this warpgroup's half of dQ = dS K over all 128 keys."""
+    plgpu.barrier_wait(refs.ds_ready.at[buffer])
+    if c.q_block == 128:
+        plgpu.wgmma(dq_acc, refs.ds_s.at[buffer, :, pl.ds(w * 64, 64)].transpose((1, 0)), refs.k_s)
+    else:
+        columns = pl.ds(w * (c.D // 2), c.D // 2)
+        plgpu.wgmma(dq_acc, refs.ds_s.at[buffer].transpose((1, 0)), refs.k_s.at[:, columns])
+
+
+def _put_dq(refs: SimpleNamespace, w: Any, dq: Any) -> None:
+    """Hands a half of dQ to the writer warp."""
+    mosaic.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
+    refs.dq_s[w] = dq
+    mosaic.fence_async()
+    mosaic.named_barrier_arrive(_WRITTEN + w, _HALF_THREADS)
+
+
+def _mask(c: _Call, at: _Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any, s: Any) -> Any:
+    """S' with `hidden` where a key (row) is not seen by a query (column). Rows that see no key have an LSE of -inf."""
+    if c.bounds != (None, None) or c.limited:
+        s = mosaic.keep_columns(s, *_seen_columns(c, at, refs, w, qi), c.hidden)
+    if c.segments:
+        queries = plgpu.load(refs.q_ids_s.at[slot], layout=COLUMNS)
+        keys = plgpu.load(refs.kv_ids_s.at[pl.ds(w * _KEYS, _KEYS)], layout=ROWS)
+        same = lax.broadcast_in_dim(queries, s.shape, [1]) == lax.broadcast_in_dim(keys, s.shape, [0])
+        s = jnp.where(same, s, c.hidden)
+    return s
+
+
+def _seen_columns(c: _Call, at: _Place, refs: SimpleNamespace, w: Any, qi: Any) -> tuple[Any | None, Any | None]:
+    """(first, stop) of the queries of a block that see each key of this warpgroup; None is no bound.
+
+    Query q sees key kv where kv - shift - above <= q <= kv - shift + below.
+    """
+    below, above = c.bounds
+    first_kv = at.j * KV_BLOCK + w * _KEYS
+    shift = refs.plan[at.entry, at.j, 4] if c.shift is None else c.shift
+    # Mosaic's search for layouts does not end if this is not used.
+    row = plgpu.broadcasted_iota(_I32, (_KEYS,), 0, layout=ROWS)
+    level = first_kv - shift - qi * c.q_block
+    low = None if above is None else row + (level - above)
+    high = None if below is None else row + (level + below + 1)
+    if c.limited:
+        keys = refs.plan[at.entry, at.j, 5] if c.kv_lengths else c.keys
+        low = jnp.where(row < keys - first_kv, 0 if low is None else low, c.q_block)
+    return low, high
+
+
+def _scrub_keys(k: Any, v: Any) -> None:
+    """Rows of K that are not finite become 0, and the same rows of V NaN."""
+    tile = plgpu.load(k, layout=Layout.WGMMA)
+
+    @pl.when(_any_not_finite(tile) > 0)
+    def _():
+        wrong = jnp.where(jnp.abs(tile.astype(_F32)) < jnp.inf, 0.0, 1.0)
+        wrong = lax.broadcast_in_dim(jnp.max(wrong, axis=1), tile.shape, [0])
+        k[...] = jnp.where(wrong > 0, 0.0, tile.astype(_F32)).astype(tile.dtype)
+        values = plgpu.load(v, layout=Layout.WGMMA).astype(_F32)
+        v[...] = jnp.where(wrong > 0, jnp.nan, values).astype(tile.dtype)
+
+
+def _any_not_finite(tile: Any) -> Any:
+    """Whether any element of a 16-bit tile in WGMMA layout is NaN or inf; int32, one value for the warpgroup."""
+    kind = jnp.finfo(tile.dtype)
+    # An exponent of all ones carries into the cleared sign bit when its lowest bit is added.
+    exponent, lowest = (x * 0x10001 for x in (((1 << kind.nexp) - 1) << kind.nmant, 1 << kind.nmant))
+
+    def emit(_: Any, tile: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        seen = mgpu.c(0, i32)
+        for register in tile.registers.flat:
+            word = mgpu.bitcast(register, i32)
+            seen = arith.ori(seen, arith.addi(arith.andi(word, mgpu.c(exponent, i32)), mgpu.c(lowest, i32)))
+        seen = arith.andi(seen, mgpu.c(0x80008000, i32))
+        # Mosaic's own barrier of the warpgroup, which these 128 threads use in program order.
+        barrier = arith.addi(mgpu.warpgroup_idx(sync=False), mgpu.c(1, i32))
+        text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"
+        seen = llvm.inline_asm(i32, [seen, barrier], text, "=r,r,r", has_side_effects=True)
+        return FragmentedArray.splat(seen, (), is_signed=True)
+
+    emit.interpret = lambda tile: (~jnp.isfinite(tile.astype(_F32)).all()).astype(_I32)
+    shape = plgpu.ShapeDtypeStruct((), _I32, layout=Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=shape)(emit)(tile)
+
+
+def _scrub_queries(c: _Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
+    """Where the block has rows whose LSE or delta is not finite: one warpgroup zeroes them in Q, the other in dO."""
+
+    def scrub(tile_ref: Any) -> None:
+        finite = jnp.abs(plgpu.load(refs.rows_s.at[slot, 0], layout=ROWS)) < jnp.inf
+        tile = plgpu.load(tile_ref, layout=Layout.WGMMA)
+        finite = lax.broadcast_in_dim(jnp.where(finite, 1.0, 0.0), tile.shape, [0])
+        tile_ref[...] = jnp.where(finite > 0, tile.astype(_F32), 0.0).astype(tile.dtype)
+
+    @pl.when(refs.rows_s[slot, 2, 0] > 0)
+    def _():
+        @pl.when(w == 0)
+        def _():
+            scrub(refs.q_s.at[slot])
+
+        @pl.when(w == 1)
+        def _():
+            scrub(refs.do_s.at[slot])
+
+        mosaic.fence_async()
+        mosaic.named_barrier_sync(_I32(_SCRUBBED), _COMPUTE * 128)
+
+
+def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
+    refs = SimpleNamespace(**dict(zip((*operands, "dq", "dk", "dv"), global_refs, strict=True)), **scratch)
+    w = lax.axis_index("warpgroup")
+    at = _place(c, refs)
+
+    @pl.when(w < _COMPUTE)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[0], action="increase")
+        _compute(c, at, refs, w)
+
+    @pl.when(w == _COMPUTE)
+    def _():
+        plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            @pl.when(warp == 0)
+            def _():
+                _load(c, at, refs)
+
+            @pl.when((warp == 1) | (warp == 2))
+            def _():
+                _write(c, at, refs, warp - 1)
+
+
+def _scratch(c: _Call) -> dict[str, Any]:
+    swizzled, smem, barrier = mosaic.swizzled, plgpu.SMEM, plgpu.Barrier
+    ids = {"kv_ids_s": smem((KV_BLOCK,), _I32), "q_ids_s": smem((_SLOTS, c.q_block), _I32)} if c.segments else {}
+    return ids | {
+        "k_s": swizzled((KV_BLOCK, c.D), c.dtype),
+        "v_s": swizzled((KV_BLOCK, c.D), c.dtype),
+        "q_s": swizzled((_SLOTS, c.q_block, c.D), c.dtype),
+        "do_s": swizzled((_SLOTS, c.q_block, c.D), c.dtype),
+        "rows_s": smem((_SLOTS, _rows(c), c.q_block), _F32),
+        "ds_s": swizzled((2, KV_BLOCK, c.q_block), c.dtype),
+        "dq_s": swizzled((_COMPUTE, *c.half), _F32),
+        "kv_ready": barrier(num_arrivals=2 + c.segments),
+        "q_ready": barrier(num_arrivals=2 + c.segments, num_barriers=_SLOTS),
+        "do_ready": barrier(num_arrivals=1, num_barriers=_SLOTS),
+        "free": barrier(num_arrivals=_COMPUTE, num_barriers=_SLOTS),
+        "ds_ready": barrier(num_arrivals=_COMPUTE, num_barriers=2),
+        "done": barrier(num_arrivals=_COMPUTE),
+    }
+
+
+def _rows(c: _Call) -> int:
+    """float32 numbers that come with a query: -lse/scale, -delta; with masks, whether its block is to be scrubbed."""
+    return 3 if c.masked else 2
+
+
+def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
+    """(dq in float32 and not scaled, padded to whole blocks; dk; dv)."""
+    turns = jax.new_ref(jnp.zeros(c.B * c.N * c.nq * _COMPUTE, _I32))
+    kernel = plgpu.kernel(
+        lambda *refs, **scratch: _body(c, (*operands, "turns"), *refs, **scratch),
+        out_type=(
+            jax.ShapeDtypeStruct((c.B, c.nq * c.q_block, c.N, c.D), _F32),
+            jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
+            jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
+        ),
+        grid=(c.B * c.K * c.nkv,),
+        grid_names=("cta",),
+        num_threads=_COMPUTE + 1,
+        thread_name="warpgroup",
+        kernel_name="attention_bwd",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+        ),
+        scratch_types=_scratch(c),
+    )
+    return kernel(*operands.values(), turns)
+
+
+def _row_numbers(
+    c: _Call, out: Float[Array, "B T N H_v"], lse: Float[Array, "B T N"], dout: Float[Array, "B T N H_v"], dlse: Any
+) -> Float[Array, "B N nq r q_block"]:
+    """See `_rows`. Rows past T, and those that see no key, get what makes P' 0."""
+    delta = jnp.sum(out.astype(_F32) * dout.astype(_F32), -1)
+    if dlse is not None:
+        delta = delta - dlse
+    dead = lse == -jnp.inf
+    wrong = ~(jnp.isfinite(lse) & jnp.isfinite(delta)) & ~dead
+    start = jnp.where(wrong, jnp.nan, lse * (-1 / c.scale))
+    numbers = [jnp.where(dead, c.hidden, start), jnp.where(dead, 0.0, jnp.where(wrong, jnp.nan, -delta))]
+    rows = [(c.hidden, numbers[0]), (0.0, numbers[1])]
+    if c.masked:
+        rows.append((0.0, (dead | wrong).astype(_F32)))
+
+    def by_block(fill: float, x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, c.nq * c.q_block - x.shape[1]), (0, 0)), constant_values=fill)
+        return x.transpose(0, 2, 1).reshape(c.B, c.N, c.nq, c.q_block)
+
+    stacked = [by_block(fill, x) for fill, x in rows]
+    if c.masked:
+        stacked[2] = jnp.broadcast_to(stacked[2].max(-1, keepdims=True), stacked[2].shape)
+    return jnp.stack(stacked, axis=3)
+
+
+def backward(
+    spec: AttentionSpec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    out: Float[Array, "B T N H_v"],
+    lse: Float[Array, "B T N"],
+    dout: Float[Array, "B T N H_v"],
+    dlse: Float[Array, "B T N"] | None = None,
+    *,
+    scale: float,
+    query_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    query_segments: Int[Array, "B T"] | None = None,
+    kv_segments: Int[Array, "B S"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
+    """(dq, dk, dv) in the input dtypes, the same bits at every call.
+
+    `lse` is -inf for queries that see no key, and NaN for those that see a key or a value that is not finite.
+    """
+    arrays: dict[str, Any] = dict(
+        query_lengths=query_lengths, kv_lengths=kv_lengths, query_segments=query_segments, kv_segments=kv_segments
+    )
+    if abs(scale) < 1e-30:
+        # -lse/scale would overflow. All logits are 0, and nothing comes back through them.
+        dq, dk, dv = backward(spec, jnp.zeros_like(query), key, value, out, lse, dout, dlse, scale=1.0, **arrays)
+        return dq * 0, dk * 0, dv
+    T, S, D = spec.T, spec.S, _head_dim(spec)
+    # Rows past S are zeros, but P' of a zero key may overflow, and inf * 0 is NaN: they are masked.
+    live, full = blocks.overlaps(spec, 128 if D == 64 else 64, KV_BLOCK, hide_tail=True, **arrays)
+    length = S if kv_lengths is None else kv_lengths.clip(0, S)[:, None]
+    shift = spec.shift
+    if shift is None:
+        shift = length - (T if query_lengths is None else query_lengths.clip(0, T)[:, None])
+    plan = make_plan(live, full, shift, length)
+    call = _specialise(spec, plan, scale)
+    operands = {
+        "q": _padded(query, call.T, D),
+        "k": _padded(key, call.S, D),
+        "v": _padded(value, call.S, D),
+        "do": _padded(dout, call.T, D),
+        "rows": _row_numbers(call, out, lse, dout, dlse),
+        "plan": jnp.asarray(plan.steps),
+        "first": jnp.asarray(plan.first),
+    }
+    if query_segments is not None and kv_segments is not None:
+        operands["q_ids"] = _ids(query_segments, call.nq * call.q_block, -1)
+        operands["kv_ids"] = _ids(kv_segments, call.nkv * KV_BLOCK, -2)
+    dq, dk, dv = _launch(call, operands)
+    dq = dq[:, :T, :, : spec.H]
+    if isinstance(plan.first, jax.Array) or (plan.first == call.nkv).any():
+        visited = jnp.repeat(jnp.asarray(plan.first < call.nkv), call.q_block, axis=1)[:, :T, None, None]
+        dq = jnp.where(visited, dq, 0.0)
+    return (dq * scale).astype(spec.dtype), dk[:, :S, :, : spec.H], dv[:, :S, :, : spec.H_v]
+
+
+def _head_dim(spec: AttentionSpec) -> int:
+    return 64 * -(-max(spec.H, spec.H_v) // 64)
+
+
+def _specialise(spec: AttentionSpec, plan: Plan, scale: float) -> _Call:
+    dynamic = spec.query_lengths or spec.kv_lengths or spec.segments
+    return _Call(
+        B=spec.B,
+        T=8 * -(-spec.T // 8),
+        S=8 * -(-spec.S // 8),
+        N=spec.N,
+        K=spec.K,
+        D=_head_dim(spec),
+        dtype=spec.dtype,
+        keys=spec.S,
+        scale=scale,
+        bounds=spec.bounds,
+        shift=spec.shift,
+        kv_lengths=spec.kv_lengths,
+        segments=spec.segments,
+        masked=dynamic or spec.bounds != (None, None) or spec.S % KV_BLOCK > 0,
+        sides=_sides(spec, plan),
+        heads=max(n for n in range(1, HEADS + 1) if spec.B * spec.K % n == 0),
+    )
+
+
+def _sides(spec: AttentionSpec, plan: Plan) -> int:
+    """Whether steps with a mask lie on one side of those without, the low one, or on both."""
+    if isinstance(plan.steps, np.ndarray):
+        return 1 + bool((plan.steps[..., 2] < plan.steps[..., 3]).any())
+    return 1 + (spec.window is not None or spec.query_lengths or spec.segments)
+
+
+def _padded(x: Array, length: int, dim: int) -> Array:
+    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, dim - x.shape[3])))
+
+
+def _ids(ids: Array, length: int, padding: int) -> Array:
+    """Ids of queries and keys, with paddings that never meet."""
+    ids = jnp.where(ids < 0, padding, ids).astype(_I32)
+    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), constant_values=padding)

@@ -1,0 +1,244 @@
+"""What every Hopper kernel needs and Pallas Mosaic GPU does not offer: mask, fences, named barriers, turns.
+
+Each inline function carries `interpret`, the same thing in words that tests/mosaic/interpreter.py can run on a CPU.
+"""
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir.dialects import arith, gpu, llvm
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+
+Layout = plgpu.Layout
+ROWS = Layout.WGMMA.reduce(1)  # one value per row of an accumulator
+COLUMNS = Layout.WGMMA.reduce(0)  # one value per column
+ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _transforms(dtype: Any) -> tuple[Any, ...]:
+    columns = 128 // jnp.dtype(dtype).itemsize
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, columns)), swizzle(128)
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory that both TMA and wgmma address: 8 rows of 128 swizzled bytes to a tile."""
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+
+
+def keep_columns(x: Any, low: Any | None, high: Any | None, fill: float) -> Any:
+    """x (64, c) float32 in WGMMA layout where low[r] <= column < high[r], else `fill`.
+
+    low and high are int32 (64,) in ROWS layout; None is no bound.
+
+    Written out because LLVM hoists `column - row` of the plain jnp.where out of the kernel's loop, at the price of 32
+    to 64 registers; here a thread compares its two rows' bounds with constants.
+    """
+
+    bounds = [bound for bound in (low, high) if bound is not None]
+    if not bounds:
+        return x
+
+    def emit(_, x, *bounds):
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), mgpu.c(4, i32))
+        first = arith.muli(lane, mgpu.c(2, i32))
+        relative = [[arith.subi(_scalar(r), first) for r in bound.registers.flat] for bound in bounds]
+        strides = x.layout.tiling.tile_strides(tuple(mgpu.get_contiguous_strides(x.shape)))
+        out = np.empty_like(x.registers)
+        value = mgpu.c(fill, ir.F32Type.get())
+        for index in np.ndindex(x.registers.shape):
+            row, column = divmod(sum(a * b for a, b in zip(index, strides, strict=True)), x.shape[1])
+            register = x.registers[index]
+            for k in range(2):
+                at = mgpu.c(column + k, i32)
+                seen = None
+                for bound, name in zip(relative, names, strict=True):
+                    predicate = arith.CmpIPredicate.sle if name == "low" else arith.CmpIPredicate.sgt
+                    inside = arith.cmpi(predicate, bound[row // 8], at)
+                    seen = inside if seen is None else arith.andi(seen, inside)
+                kept = arith.select(seen, llvm.extractelement(register, mgpu.c(k, i32)), value)
+                register = llvm.insertelement(register, kept, mgpu.c(k, i32))
+            out[index] = register
+        return type(x)(_registers=out, _layout=x.layout, _is_signed=None)
+
+    def interpret(x, *bounds):
+        column = jnp.arange(x.shape[1])[None]
+        for bound, name in zip(bounds, names, strict=True):
+            x = jnp.where(column >= bound[:, None] if name == "low" else column < bound[:, None], x, fill)
+        return x
+
+    names = [name for name, bound in (("low", low), ("high", high)) if bound is not None]
+    emit.interpret = interpret
+    return plgpu.inline_mgpu(
+        arg_types=(Layout.WGMMA, *[ROWS] * len(bounds)),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=Layout.WGMMA),
+    )(emit)(x, *bounds)
+
+
+def zero_not_finite(tile: Any, flag: Any) -> None:
+    """One warp zeroes what is NaN or inf in a 16-bit `tile` of `swizzled` shared memory, and then sets `flag`.
+
+    By vectors of 8 elements: finite neighbours of a NaN go with it. `flag` is int32 (1,) in shared memory, set to 1 or
+    left alone. `tile` must be contiguous (whole rows, multiples of 64). What follows sees it after `fence_async`.
+    """
+    kind = jnp.finfo(tile.dtype)
+    # An exponent of all ones carries into the cleared sign bit when its lowest bit is added.
+    exponent, lowest = ((1 << kind.nexp) - 1) << kind.nmant, 1 << kind.nmant
+    words = "0123"
+    at_once, vector, warp = 4, 16, 512
+    size = 2 * int(np.prod(tile.shape))
+    assert size % (at_once * warp) == 0
+    loads = " ".join(
+        f"ld.shared.v4.b32 {{{', '.join(f'w{i}{k}' for k in words)}}}, [a+{i * warp}];" for i in range(at_once)
+    )
+    tests = " ".join(
+        " ".join(
+            f"and.b32 w{i}{k}, w{i}{k}, {exponent * 0x10001:#x}; add.s32 w{i}{k}, w{i}{k}, {lowest * 0x10001:#x};"
+            for k in words
+        )
+        + f" or.b32 w{i}0, w{i}0, w{i}1; or.b32 w{i}2, w{i}2, w{i}3; or.b32 w{i}0, w{i}0, w{i}2;"
+        + f" and.b32 w{i}0, w{i}0, 0x80008000; setp.ne.b32 p, w{i}0, 0;"
+        + f" @p st.shared.v4.b32 [a+{i * warp}], {{0, 0, 0, 0}}; @p st.shared.b32 [$1], 1;"
+        for i in range(at_once)
+    )
+    names = ", ".join(f"w{i}{k}" for i in range(at_once) for k in words)
+    text = (
+        f"{{ .reg .pred p; .reg .b32 a, e, {names}; mov.u32 a, %laneid; mad.lo.s32 a, a, {vector}, $0; "
+        f"add.s32 e, $0, {size}; NEXT: {loads} {tests} add.s32 a, a, {at_once * warp}; "
+        "setp.lt.u32 p, a, e; @p bra NEXT; bar.warp.sync 0xffffffff; }"
+    )
+
+    def emit(_, tile, flag):
+        i32 = ir.IntegerType.get_signless(32)
+        operands = [llvm.ptrtoint(i32, mgpu.memref_ptr(x)) for x in (tile, flag)]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,~{memory}", has_side_effects=True)
+
+    def interpret_refs(tile, flag):
+        good = jnp.isfinite(tile.astype(jnp.float32))
+        return None, {0: jnp.where(good, tile, 0), 1: jnp.where(good.all(), flag, 1)}
+
+    emit.interpret_refs = interpret_refs
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(tile.dtype)), plgpu.RefType()))(emit)(tile, flag)
+
+
+def _scalar(register: ir.Value) -> ir.Value:
+    """The one element of a register that may be a vector of length 1."""
+    if isinstance(register.type, ir.VectorType):
+        return llvm.extractelement(register, mgpu.c(0, ir.IntegerType.get_signless(32)))
+    return register
+
+
+def fence_async() -> None:
+    """Orders this thread's own accesses of shared memory before those of TMA and wgmma that a barrier then lets go."""
+    _asm("fence.proxy.async.shared::cta;", ("fence",))
+
+
+def named_barrier_sync(barrier: Any, threads: int) -> None:
+    """Arrives at a hardware barrier of the CTA and waits until `threads` threads have. Mosaic itself uses 0 to 3."""
+    _asm(f"bar.sync $0, {threads};", ("bar.sync", threads), barrier)
+
+
+def named_barrier_arrive(barrier: Any, threads: int) -> None:
+    """Arrives without waiting."""
+    _asm(f"bar.arrive $0, {threads};", ("bar.arrive", threads), barrier)
+
+
+def wait_turn(turns: Any, index: Any, turn: Any) -> None:
+    """One warp waits until the int32 at `index` of `turns`, in global memory, has reached `turn`.
+
+    TMA operations that the warp issues afterwards come after all that was done before the turn was passed on.
+    """
+    _turn_asm(
+        "{ .reg .pred p; .reg .b32 t; WAIT: ld.acquire.gpu.global.b32 t, [$0]; setp.lt.s32 p, t, $1; @p bra WAIT; "
+        "bar.warp.sync 0xffffffff; fence.proxy.async.global; }",
+        ("turn.wait",), turns, index, turn,
+    )  # fmt: skip
+
+
+def pass_turn(turns: Any, index: Any) -> None:
+    """One warp adds 1 to the int32 at `index` of `turns`; its finished TMA operations come before."""
+    _turn_asm(
+        "{ .reg .pred p; .reg .b32 l; bar.warp.sync 0xffffffff; mov.u32 l, %laneid; setp.eq.s32 p, l, 0; "
+        "@p red.release.gpu.global.add.s32 [$0], 1; }",
+        ("turn.add",), turns, index,
+    )  # fmt: skip
+
+
+def take(counter: Any) -> Any:
+    """One warp adds 1 to `counter`, int32 (1,) in global memory, and gets what it was."""
+
+    def emit(_, counter):
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        address = llvm.ptrtoint(i64, mgpu.memref_ptr(counter))
+        text = (
+            "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; setp.eq.s32 p, l, 0; mov.b32 $0, 0; "
+            "@p atom.relaxed.gpu.global.add.s32 $0, [$1], 1; shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }"
+        )
+        taken = llvm.inline_asm(i32, [address], text, "=&r,l,~{memory}", has_side_effects=True)
+        return FragmentedArray.splat(taken, (), is_signed=True)
+
+    emit.interpret_refs = lambda counter: (counter[0], {0: counter + 1})
+    return plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT),
+    )(emit)(counter)
+
+
+def read_shared(x: Any) -> Any:
+    """The int32 in `x` (1,), in shared memory; the indexing of a warp's code does not lower."""
+
+    def emit(_, x):
+        i32 = ir.IntegerType.get_signless(32)
+        address = llvm.ptrtoint(i32, mgpu.memref_ptr(x))
+        value = llvm.inline_asm(i32, [address], "ld.shared.b32 $0, [$1];", "=r,r,~{memory}", has_side_effects=True)
+        return FragmentedArray.splat(value, (), is_signed=True)
+
+    emit.interpret_refs = lambda x: (x[0], {})
+    return plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT),
+    )(emit)(x)
+
+
+def _asm(text: str, interpret: tuple[Any, ...], *scalars: Any) -> None:
+    def emit(_, *scalars):
+        operands = [x.registers.flat[0] for x in scalars]
+        constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    emit.interpret = interpret
+    plgpu.inline_mgpu(arg_types=(Layout.WG_SPLAT,) * len(scalars))(emit)(*scalars)
+
+
+def _turn_asm(text: str, interpret: tuple[Any, ...], turns: Any, index: Any, *scalars: Any) -> None:
+    def emit(_, turns, index, *scalars):
+        i64 = ir.IntegerType.get_signless(64)
+        offset = arith.muli(arith.extui(i64, index.registers.flat[0]), mgpu.c(4, i64))
+        address = arith.addi(llvm.ptrtoint(i64, mgpu.memref_ptr(turns)), offset)
+        operands = [address, *(x.registers.flat[0] for x in scalars)]
+        constraints = ",".join(["l"] + ["r"] * len(scalars) + ["~{memory}"])
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+
+    emit.interpret = interpret
+    arguments = (plgpu.RefType(), *(Layout.WG_SPLAT,) * (1 + len(scalars)))
+    plgpu.inline_mgpu(arg_types=arguments)(emit)(turns, index, *scalars)
+
+
+def opaque(x: Any) -> Any:
+    """x, an int32 scalar, of which LLVM knows nothing: what is computed from it stays where it is used, in the loop."""
+
+    def emit(_, x):
+        i32 = ir.IntegerType.get_signless(32)
+        x = llvm.inline_asm(i32, [x.registers.flat[0]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return FragmentedArray.splat(x, (), is_signed=True)
+
+    emit.interpret = lambda x: x
+    return plgpu.inline_mgpu(
+        arg_types=(Layout.WG_SPLAT,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT)
+    )(emit)(x)

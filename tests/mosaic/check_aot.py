@@ -1,0 +1,174 @@
+"""`make aot`: every kernel compiles to sm_90a without spills and without serialised wgmma (see aot.py).
+
+Not a test of the suite, whose environment has no ptxas. A kernel's shapes are added to `candidates`.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu
+
+from pallas_kernels.attention import hopper, hopper_bwd
+from pallas_kernels.attention.spec import AttentionSpec
+from tests.mosaic.aot import Candidate, check, compile_candidate
+
+plgpu: Any = mosaic_gpu
+
+LENGTHS = {"query_lengths": ("B",), "kv_lengths": ("B",)}
+SEGMENTS = {"query_segments": ("B", "T"), "kv_segments": ("B", "S")}
+# What each mask sets in the spec, and the arrays that come with it.
+MASKS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
+    "plain": ({}, {}),
+    "tail": ({"S": 4100}, {}),
+    "causal": ({"is_causal": True}, {}),
+    "window": ({"window": (500, 200)}, {}),
+    "segments": ({"is_causal": True, "segments": True}, SEGMENTS),
+    "lengths": ({"query_lengths": True, "kv_lengths": True}, LENGTHS),
+    "everything": (
+        {"is_causal": True, "causal_alignment": "bottom_right", "window": (500, 200), "segments": True}
+        | {"query_lengths": True, "kv_lengths": True},
+        LENGTHS | SEGMENTS,
+    ),
+}
+
+
+def candidates() -> list[Candidate]:
+    """Every kernel of the library, at the block sizes it is tuned for."""
+    return [*forward_candidates(), *backward_candidates()]
+
+
+def forward_candidates() -> list[Candidate]:
+    def candidate(H: int, H_v: int, mask: str, spare: hopper.Config | None = None) -> Candidate:
+        facts, optional = MASKS[mask]
+        spec = _spec(H=H, H_v=H_v, **facts)
+        query, key, value = _shapes(spec, "BTNH", "BSKH", "BSKV")
+        function = functools.partial(hopper.attend, spec, scale=spec.default_scale, config=spare)
+        return _candidate(f"fwd-{H}-{H_v}-{mask}{_changes(spare)}", function, spec, (query, key, value), optional)
+
+    dims = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
+    # Configurations that the default is not, for each pair of head dims.
+    spares = {
+        (64, 64): [hopper.Config(), hopper.Config(warpgroups=3, kv_block=64, stages=3, persistent=False)],
+        (128, 128): [hopper.Config(turns=True), hopper.Config(kv_block=64, stages=3, own_output=False)],
+        (192, 128): [hopper.Config(kv_block=64, stages=2, own_output=False)],
+        (256, 256): [hopper.Config(kv_block=64, own_output=False, persistent=False)],
+    }
+    return [
+        *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
+        *(candidate(*dims, mask, spare) for dims, of in spares.items() for spare in of for mask in ("plain", "causal")),
+    ]
+
+
+def backward_candidates() -> list[Candidate]:
+    """The backward kernel's own; its author adds head dims and configurations here."""
+
+    def candidate(H: int, H_v: int, mask: str) -> Candidate:
+        facts, optional = MASKS[mask]
+        spec = _spec(H=H, H_v=H_v, **facts)
+        arrays = _shapes(spec, "BTNH", "BSKH", "BSKV", "BTNV", "BTN", "BTNV", "BTN")
+        function = functools.partial(hopper_bwd.backward, spec, scale=spec.default_scale)
+        return _candidate(f"bwd-{H}-{H_v}-{mask}", function, spec, arrays, optional)
+
+    return [candidate(H, H_v, mask) for H, H_v in [(64, 64), (128, 128)] for mask in MASKS]
+
+
+def _spec(**facts: Any) -> AttentionSpec:
+    return AttentionSpec(**{"B": 2, "T": 4096, "S": 4096, "N": 8, "K": 4, "dtype": "bfloat16"} | facts)
+
+
+def _shapes(spec: AttentionSpec, *dims: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of arrays with these dims; V is the value head dim, and the LSE, without head dim, is float32."""
+    sizes = {name: getattr(spec, name) for name in "BTSNKH"} | {"V": spec.H_v}
+    return tuple(
+        jax.ShapeDtypeStruct([sizes[d] for d in array], spec.dtype if array[-1] in "HV" else jnp.float32)
+        for array in dims
+    )
+
+
+def _candidate(
+    name: str, function: Callable[..., Any], spec: AttentionSpec, arrays: tuple[Any, ...], optional: dict[str, Any]
+) -> Candidate:
+    integers = [jax.ShapeDtypeStruct([getattr(spec, d) for d in dims], jnp.int32) for dims in optional.values()]
+
+    def call(*args: Any) -> Any:
+        return function(*args[: len(arrays)], **dict(zip(optional, args[len(arrays) :], strict=True)))
+
+    return Candidate(name=name, function=call, args=(*arrays, *integers))
+
+
+def _changes(config: hopper.Config | None) -> str:
+    """
+    >>> _changes(hopper.Config(stages=3))
+    '-stages=3'
+    """
+    if config is None:
+        return ""
+    fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
+    return "".join(f"-{name}={value}" for name, value, default in fields if value != default) or "-plain-config"
+
+
+def probes() -> dict[Candidate, list[str]]:
+    """Small kernels, and the faults that the check must find in them."""
+
+    def product(accumulate: Callable[..., Any], accumulators: int) -> Callable[..., Any]:
+        def body(a_gmem, b_gmem, out_gmem, a, b, loaded):
+            plgpu.copy_gmem_to_smem(a_gmem, a, loaded)
+            plgpu.copy_gmem_to_smem(b_gmem, b, loaded)
+            plgpu.barrier_wait(loaded)
+            scratch = [plgpu.ACC((64, 256), jnp.float32)] * accumulators
+            out_gmem[...] = pl.run_scoped(lambda *refs: accumulate(a, b, *refs), *scratch)
+
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((64, 256), jnp.float32),
+            scratch_types=[
+                plgpu.SMEM((64, 64), jnp.bfloat16, transforms=transforms),
+                plgpu.SMEM((64, 256), jnp.bfloat16, transforms=transforms),
+                plgpu.Barrier(num_arrivals=2),
+            ],
+        )
+
+    def once(a, b, acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    def too_early(a, b, acc):
+        plgpu.wgmma(acc, a, b)
+        return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+    def too_large(a, b, first, second):
+        plgpu.wgmma(first, a, b)
+        plgpu.wgmma(second, a, b)
+        return first[...] * second[...]
+
+    args = (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 256), jnp.bfloat16))
+    expected = [(once, 1, []), (too_early, 1, ["serialised"]), (too_large, 2, ["spills", "serialised"])]
+    return {
+        Candidate(name=f.__name__, function=product(f, accumulators), args=args): faults
+        for f, accumulators, faults in expected
+    }
+
+
+def main() -> int:
+    for probe, faults in probes().items():
+        found = compile_candidate(probe).faults(probe)
+        if len(found) != len(faults) or not all(word in text for word, text in zip(faults, found, strict=True)):
+            print(f"check_aot: the probe {probe.name} should have {faults}, and {found} was found")
+            return 1
+    failed = check(every := candidates())
+    if not every:
+        print("check_aot: there are no candidates - nothing was checked")
+        return 1
+    print(f"{len(every) - failed} of {len(every)} kernels without faults")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
