@@ -1,10 +1,12 @@
 """Times attention beside its peer on the GPU at hand: one JSON row a cell, appended to a file.
 
     python -m pallas_kernels.bench --out notebooks/results/attention_h200.jsonl [--only PART] [--seconds S]
+    python -m pallas_kernels.bench --table notebooks/results/attention_h200.jsonl       # README's table
 
 A figure is the sum of the kernels' times that CUPTI reports for one call, median over repeats, on random normal inputs;
 backward is (forward + backward) - forward. TFLOP/s by the FlashAttention papers' convention (`AttentionSpec.flops`),
-or, for windows and packed documents, per live pair. The peer is cuDNN through jax.nn in the same process.
+or, for windows and packed documents, per live pair. The peer is cuDNN as jax.nn calls it, in the same process: not
+this library's adapter, which also makes it safe against NaN.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.attention.api import dot_product_attention, explain
+from pallas_kernels.attention.api import dot_product_attention
 from pallas_kernels.attention.spec import make_spec
 from pallas_kernels.device import current_device
 
@@ -89,8 +91,8 @@ def measure(function: Callable[..., Any], *args: Any, repeats: int = 3, iteratio
     return float(np.median(times))
 
 
-def run(cell: Cell, implementation: str | None) -> dict[str, Any]:
-    """Times one cell; the row's figures."""
+def run(cell: Cell, peer: bool = False) -> dict[str, Any]:
+    """Times one cell, by this library's kernel or by the peer; the row's figures."""
     heads = cell.heads or 2048 // cell.head_dim
     kv_heads, value_dim = cell.kv_heads or heads, cell.value_dim or cell.head_dim
     batch = TOKENS // cell.length
@@ -111,8 +113,10 @@ def run(cell: Cell, implementation: str | None) -> dict[str, Any]:
         flops = 2 * heads * pairs * (cell.head_dim + value_dim) * (5 if cell.backward else 2) // 2
 
     def attend(q, k, v, *segments):
+        if peer:
+            return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **arguments)
         ids = segments[0] if segments else None
-        return dot_product_attention(q, k, v, segment_ids=ids, implementation=implementation, **arguments)
+        return dot_product_attention(q, k, v, segment_ids=ids, implementation=cell.implementation, **arguments)
 
     forward = jax.jit(attend)
     milliseconds = measure(forward, q, k, v, *segments)
@@ -125,13 +129,28 @@ def run(cell: Cell, implementation: str | None) -> dict[str, Any]:
             return out, pull(dout)
 
         milliseconds = measure(both, q, k, v, dout, *segments) - milliseconds
-    chosen = explain(q, k, v, segment_ids=segments[0] if segments else None, implementation=implementation, **arguments)
     return {
         "cell": cell.name,
-        "implementation": chosen.chosen,
+        "implementation": "jax.nn cudnn" if peer else cell.implementation,
         "ms": round(milliseconds, 4),
         "tflops": round(flops / milliseconds / 1e9, 1),
     }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: TFLOP/s of the last row of every cell and, in brackets, the ratio to cuDNN's."""
+    last = {row["cell"]: row for row in rows}
+    kinds = [(mask, way) for way in ("forward", "backward") for mask in ("none", "causal")]
+    lines = ["| head dim, length | " + " | ".join(f"{way}, {mask}" for mask, way in kinds) + " |", "|---" * 5 + "|"]
+    for head_dim, length in itertools.product((64, 128, 256), (2048, 4096, 8192, 16_384)):
+        found = [last.get(f"d{head_dim}-s{length}-{mask}-{way}") for mask, way in kinds]
+        if any(found):
+            figures = [
+                f"{row['tflops']:.0f}" + (f" ({row['ratio']:.2f}x)" if "ratio" in row else "") if row else "-"
+                for row in found
+            ]
+            lines.append(f"| {head_dim}, {length} | " + " | ".join(figures) + " |")
+    return "\n".join(lines)
 
 
 @functools.cache
@@ -154,7 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cells whose name holds this text")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell after so long")
     parser.add_argument("--commit", help="goes into the rows; default: git's")
+    parser.add_argument("--table", type=Path, help="print this file's rows as a table, and time nothing")
     arguments = parser.parse_args(argv)
+    if arguments.table:
+        print(table([json.loads(line) for line in arguments.table.read_text().splitlines()]))
+        return 0
     if current_device().platform != "gpu":
         print(f"error: {current_device()} - the benchmark needs a GPU.", file=sys.stderr)
         return 2
@@ -162,10 +185,10 @@ def main(argv: list[str] | None = None) -> int:
     for cell in cells():
         if arguments.only not in cell.name or time.monotonic() - start > arguments.seconds:
             continue
-        ours = run(cell, cell.implementation)
+        ours = run(cell)
         row = ours | _setting(arguments.commit)
         if not (cell.documents or cell.value_dim):
-            peer = run(cell, "cudnn")
+            peer = run(cell, peer=True)
             row |= {"cudnn_ms": peer["ms"], "cudnn_tflops": peer["tflops"], "ratio": round(peer["ms"] / ours["ms"], 3)}
         print(json.dumps(row), flush=True)
         if arguments.out:

@@ -104,8 +104,8 @@ def dot_product_attention(
       query gives results without B.
 
     A row that sees no key gives out 0 and LSE -inf, with zero gradients. What is masked, by whichever argument,
-    contributes nothing whatever it holds, NaN and inf included, forward and in gradients; a row that does see a key
-    or value with a NaN or inf in it is NaN. Softmax and sums are float32 (float64 for float64 inputs).
+    contributes nothing whatever it holds, NaN and inf included, forward and in gradients; a row that sees one comes
+    out as IEEE arithmetic has it, or NaN throughout. Softmax and sums are float32 (float64 for float64 inputs).
 
     Raises:
       ValueError: the arguments have no meaning together, or the name is unknown.

@@ -16,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,8 +32,10 @@ from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device, current_device
 from pallas_kernels.mosaic import COLUMNS, ROWS
 
-# Shared memory that a CTA may use on sm_90, in bytes.
-SMEM_LIMIT = 227 * 1024
+SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
+
+# Registers of a thread that computes and of one that loads, by computing warpgroups: a CTA's 504 or 512 in all.
+_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 # Warps that look for NaN and inf among the values of partial blocks.
 _CLEANERS = 2
@@ -106,18 +108,13 @@ class _Kernel:
     spec: AttentionSpec
     config: Config
     heads: int  # per group of heads that share the L2 cache
-    ctas: int
+    cores: int
     scale: float  # of the logits, in base 2
     masked: bool  # some pair of a computed block may be hidden
 
     @property
     def dynamic(self) -> bool:
         return self.spec.query_lengths or self.spec.kv_lengths
-
-    @property
-    def low_partial(self) -> bool:
-        """Whether blocks may be partial at the low end of a tile's keys, besides the high end."""
-        return self.spec.bounds[0] is not None or self.spec.segments
 
     @property
     def poisonable(self) -> bool:
@@ -131,6 +128,10 @@ class _Kernel:
     @property
     def tiles(self) -> int:
         return self.spec.B * self.spec.N * self.q_tiles
+
+    @property
+    def ctas(self) -> int:
+        return min(self.cores, self.tiles) if self.config.persistent else self.tiles
 
 
 def attend(
@@ -163,14 +164,11 @@ def attend(
     )  # fmt: skip
     plan = jnp.stack([jnp.asarray(x) for x in blocks.ranges(live, full)], axis=-1)
     masked = not isinstance(full, np.ndarray) or not full.all()
-    heads = _heads_per_group(spec)
-    tiles = spec.B * spec.N * pl.cdiv(spec.T, config.q_block)
-    cores = (device or current_device()).num_cores or H200.num_cores or 1
     kernel = _Kernel(
         spec=spec,
         config=config,
-        heads=heads,
-        ctas=min(cores, tiles) if config.persistent else tiles,
+        heads=_heads_per_group(spec),
+        cores=(device or current_device()).num_cores or H200.num_cores or 1,
         scale=scale * math.log2(math.e),
         masked=masked,
     )
@@ -288,15 +286,13 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
 
     @pl.when(warpgroup < config.warpgroups)
     def _():
-        count, action = _registers(config.warpgroups, loads=False)
-        plgpu.set_max_registers(count, action=action)
+        plgpu.set_max_registers(_REGISTERS[config.warpgroups][0], action="increase")
         _follow(kernel, smem, functools.partial(_consume, kernel, gmem, smem))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
-        count, action = _registers(config.warpgroups, loads=True)
-        plgpu.set_max_registers(count, action=action)
+        plgpu.set_max_registers(_REGISTERS[config.warpgroups][1], action="decrease")
 
         @plgpu.warp_map
         def _(warp):
@@ -388,12 +384,6 @@ def _while_tiles_last(kernel: _Kernel, step: Callable[..., Any], start: Any) -> 
         return lax.fori_loop(0, jnp.where(left(carry), i32(size), i32(0)), maybe, carry)
 
     return lax.fori_loop(0, i32(size), one_round, start)
-
-
-def _registers(warpgroups: int, *, loads: bool) -> tuple[int, Literal["increase", "decrease"]]:
-    """A launch of 3 or 4 warpgroups holds 504 or 512 registers per four threads; the loader needs few."""
-    most, least = {2: (240, 24), 3: (160, 32)}[warpgroups]
-    return (least, "decrease") if loads else (most, "increase")
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,6 @@ from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.mosaic import COLUMNS, ROWS, Layout
 
 KV_BLOCK = 128
-# Key heads that the grid runs side by side at most. With few, long chains of CTAs wait for one another's dQ: 4, 8, 16
-# gave 396, 429, 441 TFLOP/s at head dim 64, causal, 4k (H200, 2026-11).
-HEADS = 16
 _COMPUTE = 2  # warpgroups
 _KEYS = KV_BLOCK // _COMPUTE  # keys of one warpgroup
 _SLOTS = 2  # of Q and dO in shared memory
@@ -585,6 +582,17 @@ def _row_numbers(
     return jnp.stack(stacked, axis=3)
 
 
+def _side_by_side(spec: AttentionSpec) -> int:
+    """Key heads whose CTAs the grid mixes: a divisor of their number, 32 MiB of Q, dO and float32 dQ together.
+
+    With few, long chains of CTAs wait for one another's dQ: 4, 8, 16 heads gave 396, 429, 441 TFLOP/s at head dim 64,
+    causal, 4k. With too many the L2 cache overflows: 16 for 8 at 8k without a mask, 488 for 541 (H200, 2026-11).
+    """
+    bytes_per_head = 8 * spec.G * spec.T * max(spec.H, spec.H_v)
+    most = max(1, min(spec.B * spec.K, 2**25 // max(bytes_per_head, 1)))
+    return max(n for n in range(1, most + 1) if spec.B * spec.K % n == 0)
+
+
 def backward(
     spec: AttentionSpec,
     query: Float[Array, "B T N H"],
@@ -663,7 +671,7 @@ def _specialise(spec: AttentionSpec, plan: Plan, scale: float) -> _Call:
         segments=spec.segments,
         masked=dynamic or spec.bounds != (None, None) or spec.S % KV_BLOCK > 0,
         sides=_sides(spec, plan),
-        heads=max(n for n in range(1, HEADS + 1) if spec.B * spec.K % n == 0),
+        heads=_side_by_side(spec),
     )
 
 

@@ -56,8 +56,7 @@ def forward_candidates() -> list[Candidate]:
     spares = {
         (64, 64): [hopper.Config(), hopper.Config(warpgroups=3, kv_block=64, stages=3, persistent=False)],
         (128, 128): [hopper.Config(turns=True), hopper.Config(kv_block=64, stages=3, own_output=False)],
-        (192, 128): [hopper.Config(kv_block=64, stages=2, own_output=False)],
-        (256, 256): [hopper.Config(kv_block=64, own_output=False, persistent=False)],
+        (192, 128): [hopper.Config(kv_block=64, persistent=False)],
     }
     return [
         *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
@@ -99,7 +98,11 @@ def _candidate(
     def call(*args: Any) -> Any:
         return function(*args[: len(arrays)], **dict(zip(optional, args[len(arrays) :], strict=True)))
 
-    return Candidate(name=name, function=call, args=(*arrays, *integers))
+    allowed: dict[str, Any] = {}
+    if name == "fwd-256-256-everything":
+        reason = "one number, saved as the kernel starts and restored where a tile had NaN; none in the loop over keys"
+        allowed = {"spill_bytes": 4, "reason": reason}
+    return Candidate(name=name, function=call, args=(*arrays, *integers), **allowed)
 
 
 def _changes(config: hopper.Config | None) -> str:
@@ -110,7 +113,7 @@ def _changes(config: hopper.Config | None) -> str:
     if config is None:
         return ""
     fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
-    return "".join(f"-{name}={value}" for name, value, default in fields if value != default) or "-plain-config"
+    return "".join(f"-{name}={value}" for name, value, default in fields if value != default) or "-unchanged"
 
 
 def probes() -> dict[Candidate, list[str]]:
