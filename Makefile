@@ -15,10 +15,10 @@ demo: $(BRING)
 	$(RUN) jaxflash demo
 
 test: $(BRING)
-	$(RUN) pytest -m "not slow"
+	$(RUN) pytest -n 2 -m "not slow"
 
 test-slow: $(BRING)
-	$(RUN) pytest -m slow
+	$(RUN) pytest -n 2 -m slow
 
 # The newest jax that pyproject.toml allows, in an environment of its own; uv.lock stays as it is.
 test-newest: $(BRING)

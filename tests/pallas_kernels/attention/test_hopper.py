@@ -147,7 +147,10 @@ def check(case: Case, config: Config | None = None, **options: Any) -> None:
     assert_close(lse, oracle.lse, plain.lse, "lse")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+# A third of the pairs within the suite's time, the others with the long tests.
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, row in enumerate(ROWS)], ids=name_of
+)
 def test_pairs_of_everything(row):
     check(*case_of(row))
 
@@ -176,6 +179,10 @@ def case(**changes: Any) -> Case:
     return dataclasses.replace(Case(B=1, T=128, S=128, N=1, K=1, H=64, H_v=64, dtype="bfloat16"), **changes)
 
 
+def some_slow(names: Iterable[str], slow: str) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow.split())) for name in names]
+
+
 SPECIAL: dict[str, tuple[Case, Config | None]] = {
     "default_64": (case(T=200, S=300, is_causal=True), None),
     "default_128": (case(S=256, H=128, H_v=128), None),
@@ -199,7 +206,13 @@ SPECIAL: dict[str, tuple[Case, Config | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize(
+    "name",
+    some_slow(
+        SPECIAL,
+        "heads kv_lengths multi_query ring lengths_one window_one_key blocks_of_192 scale scale_sharp one_of_each",
+    ),
+)
 def test_special(name):
     check(*SPECIAL[name])
 
@@ -216,10 +229,6 @@ def test_several_persistent_ctas(monkeypatch, cores):
     """The detector sees no order between CTAs, so that their counter of tiles is a race to it."""
     monkeypatch.setattr(hopper, "current_device", lambda: dataclasses.replace(H200, num_cores=cores))
     check(case(B=2, N=3, T=130, S=70), Config(kv_block=64), detect_races=False)
-
-
-def some_slow(names: Iterable[str], slow: str) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow.split())) for name in names]
 
 
 # What is not seen may hold anything. Batch entries are alike but for the poison: one call shows what it changes.
@@ -286,7 +295,14 @@ UNSEEN: dict[str, tuple[Case, Config | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(UNSEEN, "causal_short_128 window_short window_right lengths_bottom_right"))
+@pytest.mark.parametrize(
+    "name",
+    some_slow(
+        UNSEEN,
+        "causal_short_128 window_short window_right lengths_bottom_right documents window_middle blocks_of_192 "
+        "window_long causal_bottom_right_long",
+    ),
+)
 def test_what_nobody_sees_changes_nothing(name):
     case, config = UNSEEN[name]
     times = 1 + len(POISONS)
@@ -325,7 +341,7 @@ SEEN: dict[str, tuple[Case, Config | None, int, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some_slow(SEEN, "whole causal_128 window lengths"))
+@pytest.mark.parametrize("name", some_slow(SEEN, "whole causal_128 window lengths causal documents"))
 def test_what_is_not_finite_reaches_those_who_see_it(name):
     case, config, j, i = SEEN[name]
     times = 5
@@ -381,7 +397,10 @@ def lower(mask: str, dims: tuple[int, int], config: Config | None, dtype: str = 
     assert lower_for_cuda(function, *arrays).as_text().count("custom_call @mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("H, H_v", [*itertools.product(PADDED, PADDED)])
+@pytest.mark.parametrize(
+    "H, H_v",
+    [pytest.param(*x, marks=[pytest.mark.slow] * (sum(x) // 64 % 3 > 0)) for x in itertools.product(PADDED, PADDED)],
+)
 def test_every_pair_of_head_dims_lowers(H, H_v):
     lower(list(LOWERED_MASKS)[(H + 3 * H_v) // 64 % len(LOWERED_MASKS)], (H - 24, H_v - 56), None)
 

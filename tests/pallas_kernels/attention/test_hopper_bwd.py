@@ -52,6 +52,11 @@ CASES = {
     "scale_negative": case(T=128, scale=-0.4, is_causal=True, S=136),
     "scale_zero": case(T=128, scale=0.0, is_causal=True),
 }  # fmt: skip
+# One of each kind; `make test-slow` runs the rest.
+QUICK = (
+    "plain_128", "causal", "dead_rows", "heads", "group_window", "tails", "head_dims", "window_bottom_right",
+    "lengths_zero", "segments_cross", "scale_negative",
+)  # fmt: skip
 SLOW = {
     "everything": case(
         B=2, T=264, S=300, N=2, K=1, query_runs=((0, 120), (1, 144)), kv_runs=((0, 130), (1, 170)), window=(150, 20),
@@ -120,15 +125,14 @@ def check(case: Case, change: Any = None) -> None:
         assert_close(got, want, plain, name)
 
 
-@pytest.mark.parametrize("name", CASES)
+EVERY_CASE = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES | SLOW]
+)
+
+
+@EVERY_CASE
 def test_gradients(name):
-    check(CASES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_gradients_of_larger_calls(name):
-    check(SLOW[name])
+    check((CASES | SLOW)[name])
 
 
 def spoil_padding(x: dict[str, Any]) -> None:
@@ -164,7 +168,7 @@ def test_what_is_masked_contributes_nothing(name, change):
 
 
 @pytest.mark.parametrize("operand, at", [("query", 200), ("dout", 190), ("key", 150), ("value", 140)])
-@pytest.mark.parametrize("window", [None, (40, 0)])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), (40, 0)])
 def test_nan_reaches_only_those_who_see_it(operand, at, window):
     def change(x: dict[str, Any]) -> None:
         x[operand][:, at] = np.nan
@@ -207,7 +211,7 @@ def test_the_visitors_of_a_block_of_queries_are_neighbours(name, q_block):
     assert (first[~visits.any(1)] == live.shape[2]).all()
 
 
-@pytest.mark.parametrize("name", CASES | SLOW)
+@EVERY_CASE
 def test_lowers_for_cuda(name):
     case = (CASES | SLOW)[name]
     arguments, cotangents = call(case)
