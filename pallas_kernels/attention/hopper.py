@@ -89,7 +89,7 @@ def default(spec: AttentionSpec) -> Config:
 
 
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
-    """Shared memory of the tiles; barriers and vectors add less than 4 KiB."""
+    """Shared memory of the tiles; barriers and vectors, each rounded up to 1 KiB, add less than 6 KiB."""
     H, H_v = _head_dims(spec)
     output = config.q_block * H_v if config.own_output else 0
     return 2 * (config.q_block * H + output + config.stages * config.kv_block * (H + H_v))

@@ -52,13 +52,13 @@ FACTORS: dict[str, list[Any]] = {
 Row = dict[str, Any]
 
 
-def fits(row: Row) -> bool:
+def fits(row: Row, spare: int = 2048) -> bool:
     """Whether the configuration can serve the head dims."""
     H, H_v = row["dims"]
     spec = AttentionSpec(B=1, T=1, S=1, N=1, K=1, H=H, H_v=H_v, dtype="bfloat16")
     config = row["config"] if isinstance(row["config"], Config) else CONFIGS[row["config"]]
     H, H_v = hopper._head_dims(spec)
-    return hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - 2048 and (config.own_output or H == H_v)
+    return hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - spare and (config.own_output or H == H_v)
 
 
 def pairs(row: Row) -> set[tuple[Any, ...]]:
@@ -414,7 +414,8 @@ def test_every_mask_and_every_configuration_lowers(mask, config):
 @pytest.mark.parametrize("dims", LOWERED_DIMS, ids=str)
 @pytest.mark.parametrize("config", [None, *CONFIGS])
 def test_every_combination_lowers(dims, config):
-    if config is not None and not fits({"dims": dims, "config": config}):
+    # With ids, poison and their barriers on top.
+    if config is not None and not fits({"dims": dims, "config": config}, spare=6144):
         pytest.skip(f"{config} needs other head dims or more shared memory")
     for mask in LOWERED_MASKS:
         lower(mask, dims, CONFIGS[config] if config else None)
@@ -425,7 +426,7 @@ def test_default_configurations_fit():
         spec = AttentionSpec(B=1, T=1, S=1, N=1, K=1, H=H, H_v=H_v, dtype="bfloat16")
         config = hopper.default(spec)
         # Barriers and vectors come on top; `test_every_pair_of_head_dims_lowers` has them too.
-        assert hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - 2048, (H, H_v)
+        assert hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - 6144, (H, H_v)
         assert fits({"dims": (H, H_v), "config": config}), (H, H_v)
 
 
