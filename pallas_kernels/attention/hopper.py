@@ -119,7 +119,7 @@ class _Kernel:
     @property
     def poisonable(self) -> bool:
         """Whether a hidden value can hold NaN or inf: keys past the end are zeros."""
-        return self.spec.bounds != (None, None) or self.dynamic or self.spec.segments
+        return self.masked and (self.spec.bounds != (None, None) or self.dynamic or self.spec.segments)
 
     @property
     def q_tiles(self) -> int:

@@ -197,6 +197,9 @@ SPECIAL: dict[str, tuple[Case, Config | None]] = {
     "scale_zero": (case(scale=0.0, is_causal=True), Config(kv_block=64)),
     "scale_sharp": (case(scale=20.0, S=200), Config(kv_block=64)),
     "one_of_each": (case(T=1, S=1, H=1, H_v=1), None),
+    # Masks that hide nothing: whole blocks alone are left.
+    "causal_hides_nothing": (case(T=1, is_causal=True, causal_alignment="bottom_right"), None),
+    "window_hides_nothing": (case(window=(200, 200)), Config(kv_block=64)),
     "window_one_key": (case(T=150, S=150, window=(0, 0)), Config(kv_block=64)),
     "window_past_the_keys": (case(T=300, S=20, window=(4, 4)), Config(kv_block=64)),
     "lengths_zero": (case(B=3, query_lengths=(128, 0, 0), kv_lengths=(0, 0, 128)), Config(kv_block=64)),

@@ -48,6 +48,8 @@ CASES = {
     "segments": case(query_runs=((0, 100), (1, 60), (2, 96)), is_causal=True),
     "segments_out_of_order": case(query_runs=((3, 70), (0, 40), (3, 90), (-1, 56))),
     "segments_cross": case(T=160, S=264, query_runs=((0, 90), (1, 60), (-1, 10)), kv_runs=((1, 150), (0, 60), (5, 54))),
+    "causal_hides_nothing": case(T=1, S=128, is_causal=True, causal_alignment="bottom_right"),
+    "window_hides_nothing": case(T=128, S=128, window=(200, 200)),
     "scale": case(T=128, scale=0.9, is_causal=True),
     "scale_negative": case(T=128, scale=-0.4, is_causal=True, S=136),
     "scale_zero": case(T=128, scale=0.0, is_causal=True),
@@ -56,6 +58,7 @@ CASES = {
 QUICK = (
     "plain_128", "causal", "dead_rows", "heads", "group_window", "tails", "head_dims", "window_bottom_right",
     "lengths_zero", "segments_cross", "scale_negative",
+    "causal_hides_nothing",
 )  # fmt: skip
 SLOW = {
     "everything": case(
