@@ -81,6 +81,30 @@ def keep_columns(x: Any, low: Any | None, high: Any | None, fill: float) -> Any:
     )(emit)(x, *bounds)
 
 
+def any_not_finite(tile: Any) -> Any:
+    """Whether any element of a 16-bit tile in WGMMA layout is NaN or inf; int32, one value for the warpgroup."""
+    kind = jnp.finfo(tile.dtype)
+    # An exponent of all ones carries into the cleared sign bit when its lowest bit is added.
+    exponent, lowest = (x * 0x10001 for x in (((1 << kind.nexp) - 1) << kind.nmant, 1 << kind.nmant))
+
+    def emit(_: Any, tile: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        seen = mgpu.c(0, i32)
+        for register in tile.registers.flat:
+            word = mgpu.bitcast(register, i32)
+            seen = arith.ori(seen, arith.addi(arith.andi(word, mgpu.c(exponent, i32)), mgpu.c(lowest, i32)))
+        seen = arith.andi(seen, mgpu.c(0x80008000, i32))
+        # Mosaic's own barrier of the warpgroup, which these 128 threads use in program order.
+        barrier = arith.addi(mgpu.warpgroup_idx(sync=False), mgpu.c(1, i32))
+        text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"
+        seen = llvm.inline_asm(i32, [seen, barrier], text, "=r,r,r", has_side_effects=True)
+        return FragmentedArray.splat(seen, (), is_signed=True)
+
+    emit.interpret = lambda tile: (~jnp.isfinite(tile.astype(jnp.float32)).all()).astype(jnp.int32)
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=shape)(emit)(tile)
+
+
 def zero_not_finite(tile: Any, flag: Any) -> None:
     """One warp zeroes what is NaN or inf in a 16-bit `tile` of `swizzled` shared memory, and then sets `flag`.
 

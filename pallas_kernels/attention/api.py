@@ -15,6 +15,10 @@ from pallas_kernels.device import Device, current_device
 from pallas_kernels.dispatch import Implementation
 
 
+def _hopper(spec: AttentionSpec, query: Any, key: Any, value: Any, **operands: Any) -> tuple[Any, Any]:
+    return hopper.attend(spec, query, key, value, device=current_device(), **operands)
+
+
 def _chunked_backward(
     spec: AttentionSpec,
     query: Any,
@@ -43,12 +47,12 @@ def _why_not_backward(spec: AttentionSpec, device: Device) -> str | None:
 HOPPER = Implementation(
     name="hopper",
     why_not=_why_not_backward,
-    forward=differentiable(hopper.attend, hopper_bwd.backward, exact=reference.XLA_CHUNKED.forward),
+    forward=differentiable(_hopper, hopper_bwd.backward, exact=reference.XLA_CHUNKED.forward),
 )
 HOPPER_FORWARD = Implementation(
     name="hopper_forward",
     why_not=hopper.why_not,
-    forward=differentiable(hopper.attend, _chunked_backward, exact=reference.XLA_CHUNKED.forward),
+    forward=differentiable(_hopper, _chunked_backward, exact=reference.XLA_CHUNKED.forward),
 )
 
 # In order of preference: where there is no backward kernel yet, cuDNN comes before a forward kernel alone.

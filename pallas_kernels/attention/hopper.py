@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import mosaic
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.spec import AttentionSpec
-from pallas_kernels.device import H200, Device, current_device
+from pallas_kernels.device import H200, Device
 from pallas_kernels.mosaic import COLUMNS, ROWS
 
 SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
@@ -146,12 +146,9 @@ def attend(
     query_segments: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
     config: Config | None = None,
-    device: Device | None = None,
+    device: Device = H200,
 ) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
-    """(out in the input dtype, lse float32); there is no derivative rule here.
-
-    `device` is the present one, or an H200 where that is no GPU, as when a program is compiled for another machine.
-    """
+    """(out in the input dtype, lse float32); there is no derivative rule here. `device` sizes a persistent grid."""
     config = config or default(spec)
     if scale < 0:
         query, scale = -query, -scale
@@ -168,7 +165,7 @@ def attend(
         spec=spec,
         config=config,
         heads=_heads_per_group(spec),
-        cores=(device or current_device()).num_cores or H200.num_cores or 1,
+        cores=device.num_cores or H200.num_cores or 1,
         scale=scale * math.log2(math.e),
         masked=masked,
     )

@@ -36,16 +36,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, llvm
-from jax.experimental.mosaic.gpu import utils as mgpu
-from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.spec import AttentionSpec
-from pallas_kernels.mosaic import COLUMNS, ROWS, Layout
+from pallas_kernels.mosaic import ACC, COLUMNS, ROWS, Layout
 
 KV_BLOCK = 128
 _COMPUTE = 2  # warpgroups
@@ -56,7 +52,6 @@ _REGISTERS = (240, 24)  # of a compute thread, of a thread that loads or writes
 _EMPTY, _WRITTEN, _SCRUBBED = 4, 6, 8
 _HALF_THREADS = 128 + 32  # a compute warpgroup and its writer warp
 _I32, _F32 = jnp.int32, jnp.float32
-_ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,11 +290,11 @@ def _compute(c: _Call, at: _Place, refs: SimpleNamespace, w: Any) -> None:
             _issue_dq(c, refs, w, lax.rem(at.steps + 1, _I32(2)), dq_acc)
             return dq_acc[...]
 
-        _put_dq(refs, w, pl.run_scoped(last, _ACC(c.half, _F32)))
+        _put_dq(refs, w, pl.run_scoped(last, ACC(c.half, _F32)))
         return dk_acc[...], dv_acc[...]
 
     shape = (_KEYS, c.D)
-    dk, dv = pl.run_scoped(with_accumulators, _ACC(shape, _F32), _ACC(shape, _F32))
+    dk, dv = pl.run_scoped(with_accumulators, ACC(shape, _F32), ACC(shape, _F32))
     keys = pl.ds(at.j * KV_BLOCK + w * _KEYS, _KEYS)
     plgpu.barrier_arrive(refs.done)  # the other warpgroup's last dQ still reads K
     v_w[...] = dv.astype(c.dtype)
@@ -348,7 +343,7 @@ def _step(
         _put_dq(refs, w, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
         return p, rounded
 
-    p, p_rounded = pl.run_scoped(weights, _ACC(tile, _F32), _ACC(c.half, _F32))
+    p, p_rounded = pl.run_scoped(weights, ACC(tile, _F32), ACC(c.half, _F32))
 
     def gradients(dp_acc: Any) -> Any:
         if not masked:
@@ -366,7 +361,7 @@ def _step(
         plgpu.barrier_arrive(refs.ds_ready.at[buffer])
         return ds
 
-    ds = pl.run_scoped(gradients, _ACC(tile, _F32))
+    ds = pl.run_scoped(gradients, ACC(tile, _F32))
     plgpu.wgmma(dk_acc, ds, q)
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(refs.free.at[slot])
@@ -425,37 +420,13 @@ def _scrub_keys(k: Any, v: Any) -> None:
     """Rows of K that are not finite become 0, and the same rows of V NaN."""
     tile = plgpu.load(k, layout=Layout.WGMMA)
 
-    @pl.when(_any_not_finite(tile) > 0)
+    @pl.when(mosaic.any_not_finite(tile) > 0)
     def _():
         wrong = jnp.where(jnp.abs(tile.astype(_F32)) < jnp.inf, 0.0, 1.0)
         wrong = lax.broadcast_in_dim(jnp.max(wrong, axis=1), tile.shape, [0])
         k[...] = jnp.where(wrong > 0, 0.0, tile.astype(_F32)).astype(tile.dtype)
         values = plgpu.load(v, layout=Layout.WGMMA).astype(_F32)
         v[...] = jnp.where(wrong > 0, jnp.nan, values).astype(tile.dtype)
-
-
-def _any_not_finite(tile: Any) -> Any:
-    """Whether any element of a 16-bit tile in WGMMA layout is NaN or inf; int32, one value for the warpgroup."""
-    kind = jnp.finfo(tile.dtype)
-    # An exponent of all ones carries into the cleared sign bit when its lowest bit is added.
-    exponent, lowest = (x * 0x10001 for x in (((1 << kind.nexp) - 1) << kind.nmant, 1 << kind.nmant))
-
-    def emit(_: Any, tile: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        seen = mgpu.c(0, i32)
-        for register in tile.registers.flat:
-            word = mgpu.bitcast(register, i32)
-            seen = arith.ori(seen, arith.addi(arith.andi(word, mgpu.c(exponent, i32)), mgpu.c(lowest, i32)))
-        seen = arith.andi(seen, mgpu.c(0x80008000, i32))
-        # Mosaic's own barrier of the warpgroup, which these 128 threads use in program order.
-        barrier = arith.addi(mgpu.warpgroup_idx(sync=False), mgpu.c(1, i32))
-        text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"
-        seen = llvm.inline_asm(i32, [seen, barrier], text, "=r,r,r", has_side_effects=True)
-        return FragmentedArray.splat(seen, (), is_signed=True)
-
-    emit.interpret = lambda tile: (~jnp.isfinite(tile.astype(_F32)).all()).astype(_I32)
-    shape = plgpu.ShapeDtypeStruct((), _I32, layout=Layout.WG_SPLAT)
-    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=shape)(emit)(tile)
 
 
 def _scrub_queries(c: _Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
@@ -623,24 +594,25 @@ def backward(
     T, S, D = spec.T, spec.S, _head_dim(spec)
     # Rows past S are zeros, but P' of a zero key may overflow, and inf * 0 is NaN: they are masked.
     live, full = blocks.overlaps(spec, 128 if D == 64 else 64, KV_BLOCK, hide_tail=True, **arrays)
-    length = S if kv_lengths is None else kv_lengths.clip(0, S)[:, None]
-    shift = spec.shift
-    if shift is None:
-        shift = length - (T if query_lengths is None else query_lengths.clip(0, T)[:, None])
+    length: Any = S
+    shift: Any = spec.shift
+    if query_lengths is not None or kv_lengths is not None:
+        facts = blocks.facts(spec, query_lengths, kv_lengths)
+        length, shift = facts[:, 1:2], facts[:, 2:3]
     plan = make_plan(live, full, shift, length)
     call = _specialise(spec, plan, scale)
     operands = {
-        "q": _padded(query, call.T, D),
-        "k": _padded(key, call.S, D),
-        "v": _padded(value, call.S, D),
-        "do": _padded(dout, call.T, D),
+        "q": blocks.aligned(query, D),
+        "k": blocks.aligned(key, D),
+        "v": blocks.aligned(value, D),
+        "do": blocks.aligned(dout, D),
         "rows": _row_numbers(call, out, lse, dout, dlse),
         "plan": jnp.asarray(plan.steps),
         "first": jnp.asarray(plan.first),
     }
     if query_segments is not None and kv_segments is not None:
-        operands["q_ids"] = _ids(query_segments, call.nq * call.q_block, -1)
-        operands["kv_ids"] = _ids(kv_segments, call.nkv * KV_BLOCK, -2)
+        operands["q_ids"] = blocks.segment_blocks(query_segments, call.q_block, -1).reshape(spec.B, -1)
+        operands["kv_ids"] = blocks.segment_blocks(kv_segments, KV_BLOCK, -2).reshape(spec.B, -1)
     dq, dk, dv = _launch(call, operands)
     dq = dq[:, :T, :, : spec.H]
     if isinstance(plan.first, jax.Array) or (plan.first == call.nkv).any():
@@ -680,13 +652,3 @@ def _sides(spec: AttentionSpec, plan: Plan) -> int:
     if isinstance(plan.steps, np.ndarray):
         return 1 + bool((plan.steps[..., 2] < plan.steps[..., 3]).any())
     return 1 + (spec.window is not None or spec.query_lengths or spec.segments)
-
-
-def _padded(x: Array, length: int, dim: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, dim - x.shape[3])))
-
-
-def _ids(ids: Array, length: int, padding: int) -> Array:
-    """Ids of queries and keys, with paddings that never meet."""
-    ids = jnp.where(ids < 0, padding, ids).astype(_I32)
-    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), constant_values=padding)

@@ -15,7 +15,7 @@ from pallas_kernels.attention import hopper
 from pallas_kernels.attention.cases import Case, Runs
 from pallas_kernels.attention.hopper import Config
 from pallas_kernels.attention.spec import AttentionSpec, segment_sides
-from pallas_kernels.device import H200
+from pallas_kernels.device import H200, Device
 from tests.mosaic.interpreter import run_interpreted
 from tests.mosaic.lowering import lower_for_cuda
 from tests.oracle import attention, visible
@@ -114,13 +114,13 @@ def name_of(row: Row) -> str:
 ROWS = pairwise()
 
 
-@pytest.fixture(autouse=True)
-def one_core(monkeypatch):
-    """One persistent CTA does all tiles, and a race between two of them is none of the counter of tiles."""
-    monkeypatch.setattr(hopper, "current_device", lambda: dataclasses.replace(H200, num_cores=1))
+# One persistent CTA does all tiles, and a race between two of them is none of the counter of tiles.
+ONE_CORE = dataclasses.replace(H200, num_cores=1)
 
 
-def call(case: Case, config: Config | None, arguments: dict[str, Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
+def call(
+    case: Case, config: Config | None, arguments: dict[str, Any] | None = None, device: Device = ONE_CORE
+) -> tuple[Any, tuple[Any, ...]]:
     """(function of arrays, arrays) of the kernel's call."""
     arguments = arguments or case.arguments()
     spec = case.spec()
@@ -132,14 +132,14 @@ def call(case: Case, config: Config | None, arguments: dict[str, Any] | None = N
         "kv_segments": sides[1],
     }
     scale = spec.default_scale if case.scale is None else case.scale
-    attend = functools.partial(hopper.attend, spec, scale=scale, config=config)
+    attend = functools.partial(hopper.attend, spec, scale=scale, config=config, device=device)
     arrays = (*(arguments[name] for name in ("query", "key", "value")), *optional.values())
     return lambda q, k, v, *rest: attend(q, k, v, **dict(zip(optional, rest, strict=True))), arrays
 
 
-def check(case: Case, config: Config | None = None, **options: Any) -> None:
+def check(case: Case, config: Config | None = None, cores: int = 1, **options: Any) -> None:
     arguments = {name: x for name, x in case.arguments().items() if x is not None}
-    function, arrays = call(case, config, arguments)
+    function, arrays = call(case, config, arguments, dataclasses.replace(H200, num_cores=cores))
     out, lse = run_interpreted(function, *arrays, **options)
     oracle, plain = attention(**arguments), attention(**arguments, precision=jnp.dtype(case.dtype))
     assert out.dtype == jnp.dtype(case.dtype) and lse.dtype == jnp.float32
@@ -228,10 +228,9 @@ def test_every_order_of_tiles(monkeypatch, heads):
 
 
 @pytest.mark.parametrize("cores", [5, pytest.param(132, marks=pytest.mark.slow)])
-def test_several_persistent_ctas(monkeypatch, cores):
+def test_several_persistent_ctas(cores):
     """The detector sees no order between CTAs, so that their counter of tiles is a race to it."""
-    monkeypatch.setattr(hopper, "current_device", lambda: dataclasses.replace(H200, num_cores=cores))
-    check(case(B=2, N=3, T=130, S=70), Config(kv_block=64), detect_races=False)
+    check(case(B=2, N=3, T=130, S=70), Config(kv_block=64), cores=cores, detect_races=False)
 
 
 # What is not seen may hold anything. Batch entries are alike but for the poison: one call shows what it changes.
