@@ -4,32 +4,30 @@
     python -m pallas_kernels.bench --table notebooks/results/attention_h200.jsonl       # README's table
 
 A figure is the sum of the kernels' times that CUPTI reports for one call, median over repeats, on random normal inputs;
-backward is (forward + backward) - forward. TFLOP/s by the FlashAttention papers' convention (`AttentionSpec.flops`),
-or, for windows and packed documents, per live pair. The peer is cuDNN as jax.nn calls it, in the same process: not
-this library's adapter, which also makes it safe against NaN.
+backward is (forward + backward) - forward. With --workers, cells compile side by side and are timed one at a time.
+TFLOP/s by the FlashAttention papers' convention (`AttentionSpec.flops`), or, for windows and packed documents, per live
+pair. The peer is cuDNN as jax.nn calls it, in the same run: not this library's adapter, which also makes it safe
+against NaN.
 """
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
-import subprocess
+import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.attention.api import dot_product_attention
 from pallas_kernels.attention.spec import make_spec
 from pallas_kernels.device import current_device
+from pallas_kernels.timing import each, milliseconds, setting
 
 TOKENS = 16_384
 # Packed documents of the issue's row: 16k tokens in all.
@@ -81,30 +79,21 @@ def cells() -> Iterator[Cell]:
         yield Cell(head_dim=128, length=TOKENS, causal=True, window=1024, backward=backward)
 
 
-def measure(function: Callable[..., Any], *args: Any, repeats: int = 3, iterations: int = 7) -> float:
-    """Median time of one call's kernels on the device, in milliseconds."""
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(repeats):
-        _, measured = profiler.measure(function, iterations=iterations)(*args)
-        times += measured if isinstance(measured, list) else [measured]
-    return float(np.median(times))
-
-
-def run(cell: Cell, peer: bool = False) -> dict[str, Any]:
-    """Times one cell, by this library's kernel or by the peer; the row's figures."""
+def run(job: tuple[Cell, bool]) -> dict[str, Any]:
+    """Times a cell, by this library's kernel or (True) by the peer; the row's figures."""
+    cell, peer = job
     heads = cell.heads or 2048 // cell.head_dim
     kv_heads, value_dim = cell.kv_heads or heads, cell.value_dim or cell.head_dim
     batch = TOKENS // cell.length
-    sizes = ((heads, cell.head_dim), (kv_heads, cell.head_dim), (kv_heads, value_dim))
-    q, k, v = (
-        jax.random.normal(jax.random.key(seed), (batch, cell.length, *size), jnp.bfloat16)
-        for seed, size in enumerate(sizes)
+    columns = ((heads, cell.head_dim), (kv_heads, cell.head_dim), (kv_heads, value_dim), (heads, value_dim))
+    q, k, v, dout = (
+        functools.partial(jax.random.normal, jax.random.key(seed), (batch, cell.length, *size), jnp.bfloat16)
+        for seed, size in enumerate(columns)
     )
     arguments: dict[str, Any] = {"is_causal": cell.causal}
     if cell.window:
         arguments["local_window_size"] = (cell.window - 1, 0)
-    spec = make_spec(q, k, v, **arguments)
+    spec = make_spec(*map(jax.eval_shape, (q, k, v)), **arguments)
     flops = spec.flops(backward=cell.backward, live=cell.window is not None)
     segments = ()
     if cell.documents:
@@ -118,23 +107,39 @@ def run(cell: Cell, peer: bool = False) -> dict[str, Any]:
         ids = segments[0] if segments else None
         return dot_product_attention(q, k, v, segment_ids=ids, implementation=cell.implementation, **arguments)
 
-    forward = jax.jit(attend)
-    milliseconds = measure(forward, q, k, v, *segments)
+    def both(q, k, v, dout, *segments):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *segments), q, k, v)
+        return out, pull(dout)
+
+    time = milliseconds(attend, q, k, v, *segments)
     if cell.backward:
-        dout = jax.random.normal(jax.random.key(9), (batch, cell.length, heads, value_dim), jnp.bfloat16)
-
-        @jax.jit
-        def both(q, k, v, dout, *segments):
-            out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *segments), q, k, v)
-            return out, pull(dout)
-
-        milliseconds = measure(both, q, k, v, dout, *segments) - milliseconds
+        time = milliseconds(both, q, k, v, dout, *segments) - time
     return {
         "cell": cell.name,
         "implementation": "jax.nn cudnn" if peer else cell.implementation,
-        "ms": round(milliseconds, 4),
-        "tflops": round(flops / milliseconds / 1e9, 1),
+        "ms": round(time, 4),
+        "tflops": round(flops / time / 1e9, 1),
     }
+
+
+def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each cell, as they come; one with "error" where a cell could not be timed."""
+    has_peer = {cell: not (cell.documents or cell.value_dim) for cell in chosen}
+    jobs = [(cell, peer) for cell in chosen for peer in (False, True)[: 1 + has_peer[cell]]]
+    ours: dict[Cell, Any] = {}
+    peers: dict[Cell, Any] = {}
+    for (cell, peer), result in each(run, jobs, workers=workers, seconds=seconds):
+        if isinstance(result, str):
+            yield {"cell": cell.name, "error": ("cudnn: " if peer else "") + result}
+            continue
+        (peers if peer else ours)[cell] = result
+        if cell not in ours or (has_peer[cell] and cell not in peers):
+            continue
+        row, other = ours[cell], peers.get(cell)
+        if other:
+            ratio = round(other["ms"] / row["ms"], 3)
+            row |= {"cudnn_ms": other["ms"], "cudnn_tflops": other["tflops"], "ratio": ratio}
+        yield row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -153,27 +158,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-@functools.cache
-def _setting(commit: str | None) -> dict[str, Any]:
-    """What every row repeats."""
-    if commit is None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "device": current_device().kind,
-        "jax": jax.__version__,
-        "commit": commit,
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m pallas_kernels.bench",
-    }
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--only", default="", help="cells whose name holds this text")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no cell after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--commit", help="goes into the rows; default: git's")
     parser.add_argument("--table", type=Path, help="print this file's rows as a table, and time nothing")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes; several need XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    )
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(argv)
     if arguments.table:
         print(table([json.loads(line) for line in arguments.table.read_text().splitlines()]))
@@ -181,20 +176,16 @@ def main(argv: list[str] | None = None) -> int:
     if current_device().platform != "gpu":
         print(f"error: {current_device()} - the benchmark needs a GPU.", file=sys.stderr)
         return 2
-    start = time.monotonic()
-    for cell in cells():
-        if arguments.only not in cell.name or time.monotonic() - start > arguments.seconds:
-            continue
-        ours = run(cell)
-        row = ours | _setting(arguments.commit)
-        if not (cell.documents or cell.value_dim):
-            peer = run(cell, peer=True)
-            row |= {"cudnn_ms": peer["ms"], "cudnn_tflops": peer["tflops"], "ratio": round(peer["ms"] / ours["ms"], 3)}
+    shared = setting(shlex.join(["python", "-m", "pallas_kernels.bench", *argv]), arguments.commit)
+    chosen = [cell for cell in cells() if arguments.only in cell.name]
+    failed = 0
+    for row in rows(chosen, workers=arguments.workers, seconds=arguments.seconds):
+        failed += "error" in row
         print(json.dumps(row), flush=True)
-        if arguments.out:
+        if arguments.out and "error" not in row:
             with arguments.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    return 0
+                file.write(json.dumps(row | shared) + "\n")
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,14 @@ class Implementation:
 
     `why_not(spec, device)` is None where it applies and otherwise the first reason against it, as one clause.
     `forward(spec, ...)` takes arrays and returns arrays; jax differentiates it as it stands, so an implementation
-    with a derivative rule of its own attaches the rule inside `forward`.
+    with a derivative rule of its own attaches the rule inside `forward`. `describe(spec, device)`, where there is
+    something to say, tells how it would run the call: tile sizes and schedule.
     """
 
     name: str
     why_not: Callable[[Any, Device], str | None]
     forward: Callable[..., Any]
+    describe: Callable[[Any, Device], str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +102,8 @@ def explain(
             reason = f"applies, but {chosen!r} is preferred"
         if reason is None:
             chosen = candidate.name
-        verdicts.append((candidate.name, "chosen" if reason is None else reason))
+        verdict = "chosen" if reason is None else reason
+        if reason is None and candidate.describe:
+            verdict += f": {candidate.describe(spec, device)}"
+        verdicts.append((candidate.name, verdict))
     return Explanation(spec=spec, device=device, chosen=chosen, verdicts=tuple(verdicts))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 CHAIN = ["sharding", "pallas_kernels", "quant", "jaxflash"]  # each imports only what stands to its left
 FILES = sorted(p for package in CHAIN for p in (ROOT / package).rglob("*.py"))
 # The only files that may touch Pallas's Mosaic GPU dialect.
-MOSAIC = re.compile(r"pallas_kernels/(mosaic|\w+/(hopper\w*|decode))\.py")
+MOSAIC = re.compile(r"pallas_kernels/(mosaic\w*|\w+/(hopper\w*|decode))\.py")
 
 
 def name(path: Path) -> str:
@@ -42,8 +42,10 @@ FAMILY_FILES = [p for p in FILES if len(p.relative_to(ROOT).parts) == 3 and p.re
 @pytest.mark.parametrize("path", [p for p in FAMILY_FILES if p.name != "api.py"], ids=name)
 def test_inside_a_kernel_family_only_api_imports_implementations(path):
     family = path.parent.name
-    # What kernels share: facts, the mathematics of a tile, the plan of blocks.
-    shared = ("spec", "tile", "blocks") if path.name.startswith("hopper") else ("spec", "tile")
+    # Facts, the mathematics of a tile, the layout of packed operands; kernels share plans and configurations.
+    shared = ("spec", "tile", "layout")
+    if path.name.startswith("hopper"):
+        shared += ("blocks", "hopper_config")
     for module, _ in imports(path):
         parts = module.split(".")
         if parts[:2] == ["pallas_kernels", family]:

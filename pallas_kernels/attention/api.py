@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn, hopper, hopper_bwd, reference
+from pallas_kernels.attention import cudnn, hopper, hopper_bwd, hopper_config, reference
 from pallas_kernels.attention.derivative import differentiable
 from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, make_spec, segment_sides
 from pallas_kernels.device import Device, current_device
@@ -16,7 +16,14 @@ from pallas_kernels.dispatch import Implementation
 
 
 def _hopper(spec: AttentionSpec, query: Any, key: Any, value: Any, **operands: Any) -> tuple[Any, Any]:
-    return hopper.attend(spec, query, key, value, device=current_device(), **operands)
+    device = current_device()
+    config = hopper_config.forward_config(spec, device)
+    return hopper.attend(spec, query, key, value, config=config, device=device, **operands)
+
+
+def _hopper_backward(spec: AttentionSpec, *arrays: Any, **operands: Any) -> tuple[Any, Any, Any]:
+    config = hopper_config.backward_config(spec, current_device())
+    return hopper_bwd.backward(spec, *arrays, config=config, **operands)
 
 
 def _chunked_backward(
@@ -41,17 +48,27 @@ def _chunked_backward(
 def _why_not_backward(spec: AttentionSpec, device: Device) -> str | None:
     if max(spec.H, spec.H_v) > 128:
         return f"its backward kernel takes head dims up to 128, not {spec.H} and {spec.H_v}"
-    return hopper.why_not(spec, device)
+    return hopper_config.why_not(spec, device)
+
+
+def _describe_forward(spec: AttentionSpec, device: Device) -> str:
+    return f"forward: {hopper_config.forward_config(spec, device)}"
+
+
+def _describe(spec: AttentionSpec, device: Device) -> str:
+    return f"{_describe_forward(spec, device)}; backward: {hopper_config.backward_config(spec, device)}"
 
 
 HOPPER = Implementation(
     name="hopper",
+    describe=_describe,
     why_not=_why_not_backward,
-    forward=differentiable(_hopper, hopper_bwd.backward, exact=reference.XLA_CHUNKED.forward),
+    forward=differentiable(_hopper, _hopper_backward, exact=reference.XLA_CHUNKED.forward),
 )
 HOPPER_FORWARD = Implementation(
     name="hopper_forward",
-    why_not=hopper.why_not,
+    describe=_describe_forward,
+    why_not=hopper_config.why_not,
     forward=differentiable(_hopper, _chunked_backward, exact=reference.XLA_CHUNKED.forward),
 )
 

@@ -28,11 +28,18 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import blocks
+from pallas_kernels.attention.hopper_config import (
+    SMEM_LIMIT,
+    Config,
+    default,
+    fits,
+    head_dims,
+    heads_side_by_side,
+    smem_bytes,
+)
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
 from pallas_kernels.mosaic import COLUMNS, ROWS
-
-SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
 
 # Registers of a thread that computes and of one that loads, by computing warpgroups: a CTA's 504 or 512 in all.
 _REGISTERS = {2: (240, 24), 3: (160, 32)}
@@ -41,64 +48,6 @@ _REGISTERS = {2: (240, 24), 3: (160, 32)}
 _CLEANERS = 2
 
 i32, f32 = jnp.int32, jnp.float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Tile sizes and schedule.
-
-    `warpgroups` consumers of 64 queries each; `kv_block` keys a step; `stages` blocks of K and of V in flight; `turns`:
-    the warpgroups alternate at the tensor cores; `persistent`: one CTA per SM takes tile after tile, and loads the next
-    one while it finishes this; `own_output`: the output leaves through shared memory of its own, not through Q's.
-    """
-
-    warpgroups: int = 2
-    kv_block: int = 128
-    stages: int = 2
-    turns: bool = False
-    persistent: bool = True
-    own_output: bool = True
-
-    def __post_init__(self):
-        if self.warpgroups not in (2, 3):
-            raise ValueError(f"Config: {self.warpgroups=} - there are registers for 2 or 3. Choose one of them.")
-        if self.kv_block % 64 or not 64 <= self.kv_block <= 256:
-            raise ValueError(f"Config: {self.kv_block=} - must be a multiple of 64, at most 256. Choose such a block.")
-        if self.stages < 2:
-            raise ValueError(f"Config: {self.stages=} - a block is loaded while one is read. Give at least 2.")
-
-    @property
-    def q_block(self) -> int:
-        """Queries per tile."""
-        return 64 * self.warpgroups
-
-
-def default(spec: AttentionSpec) -> Config:
-    """The configuration for a call (H200, 2026-11; see ARCHITECTURE.md, log of measurements).
-
-    A persistent grid gains at head dims 64 and 128, where Q, K, V and the output fit side by side.
-    """
-    H, H_v = _head_dims(spec)
-    persistent = max(H, H_v) <= 128
-    own_output = persistent or H != H_v
-    if max(H, H_v) == 64:
-        return Config(warpgroups=3, turns=True, persistent=persistent, own_output=own_output)
-    if max(H, H_v) == 128:
-        return Config(persistent=persistent, own_output=own_output)
-    return Config(kv_block=64, stages=3 if (H, H_v) == (192, 128) else 2, persistent=False, own_output=own_output)
-
-
-def smem_bytes(spec: AttentionSpec, config: Config) -> int:
-    """Shared memory of the tiles; barriers and vectors, each rounded up to 1 KiB, add less than 6 KiB."""
-    H, H_v = _head_dims(spec)
-    output = config.q_block * H_v if config.own_output else 0
-    return 2 * (config.q_block * H + output + config.stages * config.kv_block * (H + H_v))
-
-
-def _head_dims(spec: AttentionSpec) -> tuple[int, int]:
-    """The kernel's (H, H_v): the next multiples of 64, alike where they would be 192 and 256, which do not fit."""
-    H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
-    return (256, 256) if {H, H_v} == {192, 256} else (H, H_v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +99,12 @@ def attend(
 ) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
     """(out in the input dtype, lse float32); there is no derivative rule here. `device` sizes a persistent grid."""
     config = config or default(spec)
+    if not fits(spec, config, spare=0):
+        raise ValueError(
+            f"hopper: {config} does not fit head dims {spec.H} and {spec.H_v} - tiles take "
+            f"{smem_bytes(spec, config)} of {SMEM_LIMIT} bytes of shared memory, and head dims that differ need "
+            "own_output. Take one of hopper_config.candidates(spec)."
+        )
     if scale < 0:
         query, scale = -query, -scale
     elif scale == 0:
@@ -164,12 +119,12 @@ def attend(
     kernel = _Kernel(
         spec=spec,
         config=config,
-        heads=_heads_per_group(spec),
+        heads=heads_side_by_side(spec, config),
         cores=device.num_cores or H200.num_cores or 1,
         scale=scale * math.log2(math.e),
         masked=masked,
     )
-    H, H_v = _head_dims(spec)
+    H, H_v = head_dims(spec)
     operands = [blocks.aligned(x, dim) for x, dim in ((query, H), (key, H), (value, H_v))]
     side = [plan]
     if kernel.dynamic:
@@ -179,34 +134,6 @@ def attend(
         side.append(blocks.segment_blocks(kv_segments, config.kv_block, -2))
     out, lse = _call(kernel, *operands, *side)
     return out[:, : spec.T, :, : spec.H_v], lse.swapaxes(1, 2)[:, : spec.T]
-
-
-def why_not(spec: AttentionSpec, device: Device) -> str | None:
-    """The first limit of the forward kernel that the call exceeds."""
-    if device.compute_capability != (9, 0):
-        return f"needs a Hopper GPU (compute capability 9.0), not {device}"
-    if spec.dtype not in ("float16", "bfloat16"):
-        return f"takes float16 and bfloat16, not {spec.dtype}"
-    if max(spec.H, spec.H_v) > 256:
-        return f"takes head dims up to 256, not {spec.H} and {spec.H_v}"
-    if spec.bias is not None:
-        return "has no bias"
-    if spec.mask is not None:
-        return "has no boolean mask"
-    if spec.traced_scale:
-        return "the scale must be a Python number, not an array"
-    return None
-
-
-def _heads_per_group(spec: AttentionSpec) -> int:
-    """Query heads whose tiles run side by side: a divisor of all of them, whose keys and values share the L2 cache.
-
-    Groups of 16 MiB at most; at 8k causal, head dim 128, groups of 2 heads gave 654 TFLOP/s, 1 head 631, 16 heads 645
-    and 6 heads, which do not divide the 32, 627 (H200, 2026-11).
-    """
-    bytes_per_head = 2 * spec.S * (spec.H + spec.H_v) / spec.G
-    most = max(1, int(16 * 2**20 / bytes_per_head))
-    return max(n for n in range(1, min(most, spec.B * spec.N) + 1) if spec.B * spec.N % n == 0)
 
 
 def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array) -> tuple[Array, Array]:

@@ -40,6 +40,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import blocks
+from pallas_kernels.attention.hopper_config import (
+    BackwardConfig,
+    head_dims,
+    kv_heads_side_by_side,
+)
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.mosaic import ACC, COLUMNS, ROWS, Layout
 
@@ -553,17 +558,6 @@ def _row_numbers(
     return jnp.stack(stacked, axis=3)
 
 
-def _side_by_side(spec: AttentionSpec) -> int:
-    """Key heads whose CTAs the grid mixes: a divisor of their number, 32 MiB of Q, dO and float32 dQ together.
-
-    With few, long chains of CTAs wait for one another's dQ: 4, 8, 16 heads gave 396, 429, 441 TFLOP/s at head dim 64,
-    causal, 4k. With too many the L2 cache overflows: 16 for 8 at 8k without a mask, 488 for 541 (H200, 2026-11).
-    """
-    bytes_per_head = 8 * spec.G * spec.T * max(spec.H, spec.H_v)
-    most = max(1, min(spec.B * spec.K, 2**25 // max(bytes_per_head, 1)))
-    return max(n for n in range(1, most + 1) if spec.B * spec.K % n == 0)
-
-
 def backward(
     spec: AttentionSpec,
     query: Float[Array, "B T N H"],
@@ -579,6 +573,7 @@ def backward(
     kv_lengths: Int[Array, " B"] | None = None,
     query_segments: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
+    config: BackwardConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
     """(dq, dk, dv) in the input dtypes, the same bits at every call.
 
@@ -589,9 +584,10 @@ def backward(
     )
     if abs(scale) < 1e-30:
         # -lse/scale would overflow. All logits are 0, and nothing comes back through them.
-        dq, dk, dv = backward(spec, jnp.zeros_like(query), key, value, out, lse, dout, dlse, scale=1.0, **arrays)
+        zeros = jnp.zeros_like(query)
+        dq, dk, dv = backward(spec, zeros, key, value, out, lse, dout, dlse, scale=1.0, config=config, **arrays)
         return dq * 0, dk * 0, dv
-    T, S, D = spec.T, spec.S, _head_dim(spec)
+    T, S, D = spec.T, spec.S, max(head_dims(spec))
     # Rows past S are zeros, but P' of a zero key may overflow, and inf * 0 is NaN: they are masked.
     live, full = blocks.overlaps(spec, 128 if D == 64 else 64, KV_BLOCK, hide_tail=True, **arrays)
     length: Any = S
@@ -600,7 +596,7 @@ def backward(
         facts = blocks.facts(spec, query_lengths, kv_lengths)
         length, shift = facts[:, 1:2], facts[:, 2:3]
     plan = make_plan(live, full, shift, length)
-    call = _specialise(spec, plan, scale)
+    call = _specialise(spec, plan, scale, config or BackwardConfig())
     operands = {
         "q": blocks.aligned(query, D),
         "k": blocks.aligned(key, D),
@@ -621,11 +617,7 @@ def backward(
     return (dq * scale).astype(spec.dtype), dk[:, :S, :, : spec.H], dv[:, :S, :, : spec.H_v]
 
 
-def _head_dim(spec: AttentionSpec) -> int:
-    return 64 * -(-max(spec.H, spec.H_v) // 64)
-
-
-def _specialise(spec: AttentionSpec, plan: Plan, scale: float) -> _Call:
+def _specialise(spec: AttentionSpec, plan: Plan, scale: float, config: BackwardConfig) -> _Call:
     dynamic = spec.query_lengths or spec.kv_lengths or spec.segments
     return _Call(
         B=spec.B,
@@ -633,7 +625,7 @@ def _specialise(spec: AttentionSpec, plan: Plan, scale: float) -> _Call:
         S=8 * -(-spec.S // 8),
         N=spec.N,
         K=spec.K,
-        D=_head_dim(spec),
+        D=max(head_dims(spec)),
         dtype=spec.dtype,
         keys=spec.S,
         scale=scale,
@@ -643,7 +635,7 @@ def _specialise(spec: AttentionSpec, plan: Plan, scale: float) -> _Call:
         segments=spec.segments,
         masked=dynamic or spec.bounds != (None, None) or spec.S % KV_BLOCK > 0,
         sides=_sides(spec, plan),
-        heads=_side_by_side(spec),
+        heads=kv_heads_side_by_side(spec, config),
     )
 
 

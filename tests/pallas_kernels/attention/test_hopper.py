@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import hopper
+from pallas_kernels.attention import hopper, hopper_config
 from pallas_kernels.attention.cases import Case, Runs
-from pallas_kernels.attention.hopper import Config
+from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec, segment_sides
 from pallas_kernels.device import H200, Device
 from tests.mosaic.interpreter import run_interpreted
@@ -57,8 +57,7 @@ def fits(row: Row, spare: int = 2048) -> bool:
     H, H_v = row["dims"]
     spec = AttentionSpec(B=1, T=1, S=1, N=1, K=1, H=H, H_v=H_v, dtype="bfloat16")
     config = row["config"] if isinstance(row["config"], Config) else CONFIGS[row["config"]]
-    H, H_v = hopper._head_dims(spec)
-    return hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - spare and (config.own_output or H == H_v)
+    return hopper_config.fits(spec, config, spare)
 
 
 def pairs(row: Row) -> set[tuple[Any, ...]]:
@@ -223,7 +222,7 @@ def test_special(name):
 @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_order_of_tiles(monkeypatch, heads):
     """Tiles go by groups of heads, as many as the L2 cache holds; no head that fits a test is so large."""
-    monkeypatch.setattr(hopper, "_heads_per_group", lambda spec: heads)
+    monkeypatch.setattr(hopper, "heads_side_by_side", lambda spec, config: heads)
     check(case(B=2, N=3, T=130, S=70, is_causal=True), Config(kv_block=64))
 
 
@@ -426,15 +425,16 @@ def test_every_combination_lowers(dims, config):
 def test_default_configurations_fit():
     for H, H_v in itertools.product(range(8, 257, 8), repeat=2):
         spec = AttentionSpec(B=1, T=1, S=1, N=1, K=1, H=H, H_v=H_v, dtype="bfloat16")
-        config = hopper.default(spec)
-        # Barriers and vectors come on top; `test_every_pair_of_head_dims_lowers` has them too.
-        assert hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - 6144, (H, H_v)
-        assert fits({"dims": (H, H_v), "config": config}), (H, H_v)
+        assert hopper_config.candidates(spec)[0] == hopper_config.default(spec)
+        for config in hopper_config.candidates(spec):
+            # With 6 KiB for barriers and vectors; `test_every_pair_of_head_dims_lowers` has them too.
+            assert hopper_config.fits(spec, config), (H, H_v, config)
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"warpgroups": 1}, {"warpgroups": 4}, {"kv_block": 0}, {"kv_block": 96}, {"kv_block": 320}, {"stages": 1}],
+    [{"warpgroups": 1}, {"warpgroups": 4}, {"kv_block": 0}, {"kv_block": 96}, {"kv_block": 320}, {"stages": 1}]
+    + [{"l2_mib": 0}],
     ids=str,
 )
 def test_configurations_that_the_hardware_refuses(wrong):

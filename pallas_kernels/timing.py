@@ -1,0 +1,102 @@
+"""Kernel times on the GPU at hand, as CUPTI reports them; jobs compile side by side and are timed one at a time."""
+
+import contextlib
+import multiprocessing
+import queue
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from pallas_kernels.device import current_device
+
+# Set in each worker of `each`: the lock of the GPU.
+_gpu: Any = contextlib.nullcontext()
+
+
+def milliseconds(function: Callable[..., Any], *args: Any, repeats: int = 3, iterations: int = 7) -> float:
+    """Median time of one call's kernels on the device, in milliseconds.
+
+    `function` is compiled first, and only then the GPU taken, so that workers of `each` do not disturb one another.
+    args: arrays, or functions without arguments that make them on the device.
+    """
+    shapes = [jax.eval_shape(a) if callable(a) else a for a in args]
+    compiled = jax.jit(function).lower(*shapes).compile()
+    with _gpu:
+        arrays = [a() if callable(a) else a for a in args]
+        times = []
+        for _ in range(repeats):
+            _, measured = profiler.measure(compiled, iterations=iterations)(*arrays)
+            times += measured if isinstance(measured, list) else [measured]
+    return float(np.median(times))
+
+
+def each[J](run: Callable[[J], Any], jobs: Iterable[J], *, workers: int, seconds: float) -> Iterator[tuple[J, Any]]:
+    """(job, run(job)) as they come, from `workers` processes; ends when all are done, or after so many seconds.
+
+    run: a function of a module, which times with `milliseconds`. A job that raises gives the text of the error as its
+    result. One worker is this process; several share the device's memory, so that preallocation must be off
+    (XLA_PYTHON_CLIENT_PREALLOCATE=false).
+    """
+    deadline = time.monotonic() + seconds
+    if workers == 1:
+        for job in jobs:
+            if time.monotonic() < deadline:
+                yield job, _result(run, job)
+        return
+    context = multiprocessing.get_context("spawn")
+    todo: Any = context.Queue()
+    done: Any = context.Queue()
+    lock = context.Lock()
+    jobs = list(jobs)
+    for index, job in enumerate(jobs):
+        todo.put((index, job))
+    for _ in range(workers):
+        todo.put(None)
+    processes = [context.Process(target=_work, args=(run, todo, done, lock), daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    left = len(jobs)
+    while left and time.monotonic() < deadline:
+        try:
+            index, result = done.get(timeout=0.5)
+        except queue.Empty:
+            if not any(process.is_alive() for process in processes):
+                break
+            continue
+        left -= 1
+        yield jobs[index], result
+    for process in processes:
+        process.kill()
+
+
+def _work(run: Callable[[Any], Any], todo: Any, done: Any, lock: Any) -> None:
+    global _gpu
+    _gpu = lock
+    for index, job in iter(todo.get, None):
+        done.put((index, _result(run, job)))
+
+
+def _result(run: Callable[[Any], Any], job: Any) -> Any:
+    # What a kernel that does not compile, or does not run, raises.
+    try:
+        return run(job)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {str(error)[:500]}"
+
+
+def setting(command: str, commit: str | None) -> dict[str, Any]:
+    """What every measured row repeats: device, versions, commit (None: git's), date and command."""
+    if commit is None:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "device": current_device().kind,
+        "jax": jax.__version__,
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": command,
+    }

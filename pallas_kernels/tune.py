@@ -1,0 +1,167 @@
+"""Times the candidates of the attention kernels on the GPU at hand and writes the best to tuned.json.
+
+    XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pallas_kernels.tune --workers 12 [--only PART] [--write FILE]
+
+Two rounds a problem: the schedules, then for the best of them the share of the L2 cache. What beats the default by less
+than `MARGIN` may be noise, and the default stays. Rows of other devices and other problems stay in the file.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import hopper, hopper_bwd, hopper_config
+from pallas_kernels.attention.hopper_config import BackwardConfig, Config
+from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.bench import TOKENS
+from pallas_kernels.device import current_device
+from pallas_kernels.timing import each, milliseconds, setting
+
+MARGIN = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """16,384 tokens of 2048 columns, bfloat16, in rows of `length`."""
+
+    kernel: str  # "forward" or "backward"
+    H: int
+    H_v: int
+    is_causal: bool
+    length: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel}-d{self.H}/{self.H_v}-s{self.length}-{'causal' if self.is_causal else 'none'}"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        heads = 16 if self.H == 192 else 2048 // self.H
+        sizes: dict[str, Any] = dict(B=TOKENS // self.length, T=self.length, S=self.length, N=heads, K=heads)
+        return AttentionSpec(**sizes, H=self.H, H_v=self.H_v, dtype="bfloat16", is_causal=self.is_causal)
+
+    @property
+    def candidates(self) -> list[Any]:
+        """The default first."""
+        return list(hopper_config.candidates(self.spec)) if self.kernel == "forward" else [BackwardConfig()]
+
+
+Job = tuple[Problem, Config | BackwardConfig]
+
+
+def problems() -> list[Problem]:
+    """What is tuned; other calls take the nearest."""
+    dims = {"forward": [(64, 64), (128, 128), (256, 256), (192, 128)], "backward": [(64, 64), (128, 128)]}
+    return [
+        Problem(kernel=kernel, H=H, H_v=H_v, is_causal=is_causal, length=length)
+        for kernel, pairs in dims.items()
+        for (H, H_v), length, is_causal in itertools.product(pairs, (8192, 2048), (True, False))
+    ]
+
+
+def run(job: Job) -> float:
+    """Milliseconds of one kernel at one configuration."""
+    problem, config = job
+    spec, device = problem.spec, current_device()
+    widths = (spec.H, spec.H, spec.H_v, spec.H_v)
+    q, k, v, dout = (
+        functools.partial(jax.random.normal, jax.random.key(n), (spec.B, spec.T, spec.N, width), jnp.bfloat16)
+        for n, width in enumerate(widths)
+    )
+
+    def forward(q, k, v, config=None):
+        return hopper.attend(spec, q, k, v, scale=spec.default_scale, config=config, device=device)
+
+    if isinstance(config, Config):
+        return milliseconds(functools.partial(forward, config=config), q, k, v, repeats=2)
+
+    def backward(q, k, v, out, lse, dout):
+        return hopper_bwd.backward(spec, q, k, v, out, lse, dout, scale=spec.default_scale, config=config)
+
+    out, lse = (lambda n=n: jax.jit(forward)(q(), k(), v())[n] for n in range(2))
+    return milliseconds(backward, q, k, v, out, lse, dout, repeats=2)
+
+
+def tune(chosen: list[Problem], *, workers: int, seconds: float) -> tuple[list[dict[str, Any]], list[str]]:
+    """(rows of tuned.json, what went wrong), for the problems whose candidates could all be timed or refused."""
+    errors: list[str] = []
+    times: dict[Problem, dict[Any, float]] = {problem: {} for problem in chosen}
+
+    def time_all(jobs: Iterable[Job]) -> None:
+        for (problem, config), result in each(run, jobs, workers=workers, seconds=seconds / 2):
+            if isinstance(result, str):
+                errors.append(f"{problem.name}, {config}: {result}")
+                continue
+            times[problem][config] = result
+            tflops = problem.spec.flops(backward=problem.kernel == "backward") / result / 1e9
+            print(f"{problem.name:32} {tflops:6.1f} TFLOP/s  {config}", flush=True)
+
+    time_all([(problem, config) for problem in chosen for config in problem.candidates])
+    shares = []
+    for problem, of in times.items():
+        if of:
+            best = min(of, key=of.__getitem__)
+            shares += [(problem, config) for config in hopper_config.cache_shares(best)]
+    time_all(shares)
+    return [row for problem, of in times.items() if (row := _row(problem, of))], errors
+
+
+def _row(problem: Problem, times: dict[Any, float]) -> dict[str, Any] | None:
+    default = problem.candidates[0]
+    if default not in times:
+        return None
+    best = min(times, key=times.__getitem__)
+    if times[best] > times[default] * (1 - MARGIN):
+        best = default
+    changed = {f.name: getattr(best, f.name) for f in dataclasses.fields(best)}
+    return dataclasses.asdict(problem) | {
+        "config": changed,
+        "ms": round(times[best], 4),
+        "default_ms": round(times[default], 4),
+        "candidates": len(times),
+    }
+
+
+def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of both, the new one where both have the same problem on the same device; in a fixed order."""
+    keys = ("device", *(f.name for f in dataclasses.fields(Problem)))
+    rows = {tuple(row[k] for k in keys): row for row in [*old, *new]}
+    return [rows[key] for key in sorted(rows)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--write", type=Path, default=hopper_config.TUNED, help="the file (default: the package's own)")
+    parser.add_argument("--only", default="", help="problems whose name holds this text")
+    parser.add_argument("--seconds", type=float, default=600, help="stop after so long (default 600)")
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--commit", help="goes into the rows; default: git's")
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
+    if current_device().platform != "gpu":
+        print(f"error: {current_device()} - tuning needs a GPU.", file=sys.stderr)
+        return 2
+    chosen = [problem for problem in problems() if arguments.only in problem.name]
+    rows, errors = tune(chosen, workers=arguments.workers, seconds=arguments.seconds)
+    shared = setting(shlex.join(["python", "-m", "pallas_kernels.tune", *argv]), arguments.commit)
+    old = json.loads(arguments.write.read_text()) if arguments.write.exists() else []
+    merged = merge(old, [row | shared for row in rows])
+    text = "[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n"
+    arguments.write.write_text(text)
+    print(*errors, sep="\n", file=sys.stderr)
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""Configurations found by measurement: a family's tuned.json, written by `python -m pallas_kernels.tune`."""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.device import Device
+
+
+def lookup(path: Path, device: Device, kernel: str, facts: Mapping[str, Any], length: int) -> dict[str, Any] | None:
+    """The configuration tuned for the device, the kernel and all of `facts`, at the nearest length; None without one.
+
+    A pure function of its arguments and the file, which is part of the package: nothing is tuned while a program runs.
+    Lengths are near by their ratio.
+    """
+    rows = [
+        row
+        for row in _rows(path)
+        if row["device"] == device.kind and row["kernel"] == kernel and all(row[k] == v for k, v in facts.items())
+    ]
+    if not rows:
+        return None
+    return dict(min(rows, key=lambda row: abs(math.log(row["length"] / max(length, 1))))["config"])
+
+
+@functools.cache
+def _rows(path: Path) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(path.read_text()))
