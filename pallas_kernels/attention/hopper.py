@@ -79,8 +79,14 @@ class _Kernel:
         return self.spec.B * self.spec.N * self.q_tiles
 
     @property
+    def persistent(self) -> bool:
+        """Not where every tile has a CTA anyway. And not for one tile: "is the next one below 1?" is a question that
+        ptxas 13 leaves out of the inner loop, and the kernel waits for ever (SASS, H200, 2026-11)."""
+        return self.config.persistent and self.tiles > self.cores
+
+    @property
     def ctas(self) -> int:
-        return min(self.cores, self.tiles) if self.config.persistent else self.tiles
+        return self.cores if self.persistent else self.tiles
 
 
 def attend(
@@ -156,7 +162,7 @@ def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array)
     }
     if config.own_output:
         smem["o"] = mosaic.swizzled((config.q_block, H_v), dtype)
-    if config.persistent:
+    if kernel.persistent:
         # The tile in work and the next.
         listeners = wgs + _CLEANERS * kernel.poisonable
         smem["tile"] = plgpu.SMEM((2,), i32)
@@ -175,8 +181,8 @@ def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array)
     names = tuple(smem)
     inputs = ("query", "key", "value", "plan")
     inputs += ("facts",) * kernel.dynamic + ("query_ids", "kv_ids") * spec.segments
-    taken = [jax.new_ref(jnp.zeros((1,), i32))] * config.persistent
-    inputs += ("taken",) * config.persistent
+    taken = [jax.new_ref(jnp.zeros((1,), i32))] * kernel.persistent
+    inputs += ("taken",) * kernel.persistent
 
     def body(*refs):
         gmem = dict(zip((*inputs, "out", "lse"), refs, strict=False))
@@ -250,7 +256,7 @@ def _lead(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
         return kernel.ctas + mosaic.take(gmem["taken"]), turn + 1, count
 
     start = (lax.axis_index("cta"), i32(0), i32(0))
-    if kernel.config.persistent:
+    if kernel.persistent:
         index, turn, count = _while_tiles_last(kernel, one, start)
         tell(index, turn)
 
@@ -272,7 +278,7 @@ def _lead(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
 
 def _follow(kernel: _Kernel, smem: dict[str, Any], one: Callable[[Any, Any, Any], Any]) -> None:
     """Everybody else's walk: `one(tile, turn, blocks so far) -> blocks so far` for each tile that the loader names."""
-    if not kernel.config.persistent:
+    if not kernel.persistent:
         one(lax.axis_index("cta"), i32(0), i32(0))
         return
 

@@ -232,6 +232,14 @@ def test_several_persistent_ctas(cores):
     check(case(B=2, N=3, T=130, S=70), Config(kv_block=64), cores=cores, detect_races=False)
 
 
+@pytest.mark.parametrize("cores, persistent", [(5, True), (6, False), (132, False)])
+def test_a_grid_is_persistent_only_with_more_tiles_than_cores(cores, persistent):
+    """One tile in a persistent grid would never end on a GPU: see `_Kernel.persistent`."""
+    spec = case(B=2, N=3, T=100, S=70).spec()
+    kernel = hopper._Kernel(spec=spec, config=Config(), heads=1, cores=cores, scale=1.0, masked=False)
+    assert (kernel.tiles, kernel.persistent, kernel.ctas) == (6, persistent, min(cores, 6))
+
+
 # What is not seen may hold anything. Batch entries are alike but for the poison: one call shows what it changes.
 
 
