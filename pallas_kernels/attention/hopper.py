@@ -475,16 +475,34 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
         total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
 
+        skipped = seen.skipped_blocks(steps)
+        if skipped is not None:
+
+            @pl.loop(0, skipped)
+            def _(n):
+                plgpu.barrier_wait(smem["k_ready"].at[slot(n)])
+                plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
+
+        first = i32(0) if skipped is None else skipped
+
         def first_scores(s_acc):
-            at = slot(i32(0))
+            at = slot(first)
             plgpu.barrier_wait(smem["k_ready"].at[at])
             plgpu.wgmma(s_acc, q, smem["k"].at[at].T)
             return s_acc[...]
 
         s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
-        weights, maximum, total, _ = softmax(s, maximum, total, i32(0))
+        weights, maximum, total, _ = softmax(s, maximum, total, first)
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
+        if skipped is not None:
+
+            @pl.loop(0, skipped)
+            def _(n):
+                plgpu.barrier_wait(v_ready.at[slot(n)])
+                plgpu.barrier_arrive(smem["v_free"].at[slot(n)])
+                wait_turn()
+                pass_turn()
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
@@ -508,7 +526,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
             return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
 
-        weights, maximum, total = lax.fori_loop(0, steps - 1, step, (weights, maximum, total))
+        weights, maximum, total = lax.fori_loop(first, steps - 1, step, (weights, maximum, total))
         if config.turns:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
         if config.own_output:
@@ -559,6 +577,7 @@ class _Seen:
             row = plgpu.broadcasted_iota(i32, (64,), 0, layout=ROWS) + first_row
         high = kv_length if above is None else jnp.minimum(row + (shift + above + 1), kv_length)
         self.high = jnp.where(row < q_length, high, 0) if spec.query_lengths else high
+        self.end = None if above is None else first_row + (63 + shift + above + 1)  # of the last query's keys
         self.low = None if below is None else row + (shift - below)
         if spec.segments:
             at = gmem["query_ids"].at[tile.batch, tile.q_tile, pl.ds(lax.axis_index("warpgroup") * 64, 64)]
@@ -584,6 +603,17 @@ class _Seen:
         if self.kernel.spec.segments:
             mosaic.fence_async()  # ordinary reads, before TMA writes there again
         return s
+
+    def skipped_blocks(self, steps):
+        """How many blocks from the end lie past the last key of these queries, though other warpgroups see them.
+
+        None where there can be none. No more than stages, for the next block comes without this warpgroup's turn.
+        """
+        above, config = self.kernel.spec.bounds[1], self.kernel.config
+        if not self.kernel.masked or above is None or config.kv_block >= config.q_block:
+            return None
+        needed = lax.div(jnp.maximum(self.end, 0) + (config.kv_block - 1), i32(config.kv_block))
+        return jnp.clip(self.tile.stop - needed, 0, jnp.minimum(steps - 1, config.stages))
 
     def first_key(self, n):
         return (self.tile.stop - 1 - n) * self.kernel.config.kv_block
