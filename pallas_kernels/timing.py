@@ -5,7 +5,7 @@ import multiprocessing
 import queue
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,35 @@ def milliseconds(function: Callable[..., Any], *args: Any, repeats: int = 3, ite
             _, measured = profiler.measure(compiled, iterations=iterations)(*arrays)
             times += measured if isinstance(measured, list) else [measured]
     return float(np.median(times))
+
+
+def chained(function: Callable[..., Any], calls: Sequence[Sequence[Callable[[], Any]]]) -> tuple[float, float, int]:
+    """(microseconds a call by the clock, the same by CUPTI, custom calls in the program) of calls in one program.
+
+    calls: for each call, functions without arguments that make its operands. Operands made by the same function are the
+    same array; no two calls may have all of them in common, or XLA would merge them. For kernels of few microseconds,
+    whose launches the clock should not count, run with XLA_FLAGS=--xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS.
+    """
+    makers = list(dict.fromkeys(make for call in calls for make in call))
+    places = [[makers.index(make) for make in call] for call in calls]
+    inner = jax.jit(function)
+
+    def program(arrays: Sequence[Any]) -> list[Any]:
+        return [inner(*(arrays[n] for n in call)) for call in places]
+
+    compiled = jax.jit(program).lower([jax.eval_shape(make) for make in makers]).compile()
+    with _gpu:
+        arrays = [make() for make in makers]
+        times, repeats = [], 4
+        for _ in range(8):
+            start = time.perf_counter()
+            for _ in range(repeats):
+                out = compiled(arrays)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - start) / repeats / len(calls))
+        kernels: Any = profiler.measure(compiled)(arrays)[1]
+    text = compiled.as_text() or ""
+    return 1e6 * float(np.median(times[3:])), 1e3 * float(kernels) / len(calls), text.count("custom-call(")
 
 
 def each[J](run: Callable[[J], Any], jobs: Iterable[J], *, workers: int, seconds: float) -> Iterator[tuple[J, Any]]:

@@ -45,7 +45,7 @@ def test_inside_a_kernel_family_only_api_imports_implementations(path):
     # Facts, the mathematics of a tile, the layout of packed operands; kernels share plans and configurations.
     shared = ("spec", "tile", "layout")
     if path.name.startswith("hopper"):
-        shared += ("blocks", "hopper_config")
+        shared += ("blocks", "hopper_config", "hopper_bwd_plan")
     for module, _ in imports(path):
         parts = module.split(".")
         if parts[:2] == ["pallas_kernels", family]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn, hopper, hopper_bwd, hopper_config, reference
+from pallas_kernels.attention import cudnn, hopper, hopper_bwd, hopper_bwd_wide, hopper_config, reference
 from pallas_kernels.attention.derivative import differentiable
 from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, make_spec, segment_sides
 from pallas_kernels.device import Device, current_device
@@ -23,57 +23,26 @@ def _hopper(spec: AttentionSpec, query: Any, key: Any, value: Any, **operands: A
 
 def _hopper_backward(spec: AttentionSpec, *arrays: Any, **operands: Any) -> tuple[Any, Any, Any]:
     config = hopper_config.backward_config(spec, current_device())
-    return hopper_bwd.backward(spec, *arrays, config=config, **operands)
-
-
-def _chunked_backward(
-    spec: AttentionSpec,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    lse: Any,
-    dout: Any,
-    dlse: Any = None,
-    **operands: Any,
-) -> tuple[Any, Any, Any]:
-    """The gradient by the exact path, for calls that only a forward kernel takes."""
-
-    def attend(query, key, value):
-        return reference.XLA_CHUNKED.forward(spec, query, key, value, **operands)
-
-    return jax.vjp(attend, query, key, value)[1]((dout, jnp.zeros_like(lse) if dlse is None else dlse))
-
-
-def _why_not_backward(spec: AttentionSpec, device: Device) -> str | None:
-    if max(spec.H, spec.H_v) > 128:
-        return f"its backward kernel takes head dims up to 128, not {spec.H} and {spec.H_v}"
-    return hopper_config.why_not(spec, device)
-
-
-def _describe_forward(spec: AttentionSpec, device: Device) -> str:
-    return f"forward: {hopper_config.forward_config(spec, device)}"
+    kernel: Any = hopper_bwd_wide if hopper_config.is_wide(spec) else hopper_bwd
+    return kernel.backward(spec, *arrays, config=config, **operands)
 
 
 def _describe(spec: AttentionSpec, device: Device) -> str:
-    return f"{_describe_forward(spec, device)}; backward: {hopper_config.backward_config(spec, device)}"
+    forward, backward = (
+        choose(spec, device) for choose in (hopper_config.forward_config, hopper_config.backward_config)
+    )
+    return f"forward: {forward}; backward: {backward}"
 
 
 HOPPER = Implementation(
     name="hopper",
-    describe=_describe,
-    why_not=_why_not_backward,
-    forward=differentiable(_hopper, _hopper_backward, exact=reference.XLA_CHUNKED.forward),
-)
-HOPPER_FORWARD = Implementation(
-    name="hopper_forward",
-    describe=_describe_forward,
     why_not=hopper_config.why_not,
-    forward=differentiable(_hopper, _chunked_backward, exact=reference.XLA_CHUNKED.forward),
+    forward=differentiable(_hopper, _hopper_backward, exact=reference.XLA_CHUNKED.forward),
+    describe=_describe,
 )
 
-# In order of preference: where there is no backward kernel yet, cuDNN comes before a forward kernel alone.
-IMPLEMENTATIONS = (HOPPER, cudnn.IMPLEMENTATION, HOPPER_FORWARD, reference.XLA_CHUNKED, reference.XLA)
+# In order of preference.
+IMPLEMENTATIONS = (HOPPER, cudnn.IMPLEMENTATION, reference.XLA_CHUNKED, reference.XLA)
 
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
 

@@ -483,7 +483,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 plgpu.barrier_wait(smem["k_ready"].at[slot(n)])
                 plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
 
-        first = i32(0) if skipped is None else skipped
+        first: Any = i32(0) if skipped is None else skipped
 
         def first_scores(s_acc):
             at = slot(first)
@@ -492,7 +492,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
             return s_acc[...]
 
         s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
-        weights, maximum, total, _ = softmax(s, maximum, total, first)
+        weights, maximum, total = softmax(s, maximum, total, first)[:3]
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
         if skipped is not None:
@@ -577,7 +577,7 @@ class _Seen:
             row = plgpu.broadcasted_iota(i32, (64,), 0, layout=ROWS) + first_row
         high = kv_length if above is None else jnp.minimum(row + (shift + above + 1), kv_length)
         self.high = jnp.where(row < q_length, high, 0) if spec.query_lengths else high
-        self.end = None if above is None else first_row + (63 + shift + above + 1)  # of the last query's keys
+        self.end: Any = None if above is None else first_row + (63 + shift + above + 1)  # of the last query's keys
         self.low = None if below is None else row + (shift - below)
         if spec.segments:
             at = gmem["query_ids"].at[tile.batch, tile.q_tile, pl.ds(lax.axis_index("warpgroup") * 64, 64)]
@@ -604,7 +604,7 @@ class _Seen:
             mosaic.fence_async()  # ordinary reads, before TMA writes there again
         return s
 
-    def skipped_blocks(self, steps):
+    def skipped_blocks(self, steps) -> Any:
         """How many blocks from the end lie past the last key of these queries, though other warpgroups see them.
 
         None where there can be none. No more than stages, for the next block comes without this warpgroup's turn.

@@ -28,18 +28,27 @@ pairs that do see them are NaN; non-finite rows of Q and dO are zeroed in steps 
 import dataclasses
 import math
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import blocks
+from pallas_kernels.attention.hopper_bwd_plan import (
+    Call,
+    Place,
+    Plan,
+    make_plan,
+    mask_sides,
+    place,
+    row_count,
+    row_numbers,
+)
 from pallas_kernels.attention.hopper_config import (
     BackwardConfig,
     head_dims,
@@ -60,134 +69,16 @@ _I32, _F32 = jnp.int32, jnp.float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call:
-    """All that the kernel is specialised to. T and S are padded, `keys` is the number of real keys."""
-
-    B: int
-    T: int
-    S: int
-    N: int
-    K: int
-    D: int
-    dtype: str
-    keys: int
-    scale: float
-    bounds: tuple[int | None, int | None]
-    shift: int | None
-    kv_lengths: bool
-    segments: bool
-    masked: bool  # any step may need a mask
-    sides: int  # 2 where steps with a mask lie on both sides of those without
-    heads: int  # kv heads that the grid runs side by side
-
-    @property
-    def q_block(self) -> int:
-        return 128 if self.D == 64 else 64
-
-    @property
-    def nq(self) -> int:
-        return -(-self.T // self.q_block)
-
-    @property
-    def nkv(self) -> int:
-        return -(-self.S // KV_BLOCK)
-
-    @property
-    def group(self) -> int:
-        return self.N // self.K
+class _Call(Call):
+    """All that the kernel is specialised to."""
 
     @property
     def half(self) -> tuple[int, int]:
         """The part of a block of dQ that one warpgroup computes: 64 of 128 queries, or half of the head dim."""
         return (64, self.D) if self.q_block == 128 else (self.q_block, self.D // 2)
 
-    @property
-    def limited(self) -> bool:
-        """Whether blocks of keys may end early."""
-        return self.kv_lengths or self.keys % KV_BLOCK > 0
 
-    @property
-    def hidden(self) -> float:
-        """What exp2(scale * x) takes to 0."""
-        return -math.inf if self.scale > 0 else math.inf
-
-
-class Plan(NamedTuple):
-    """What CTAs do, int32 arrays; b is B, or 1 where all batch entries are alike."""
-
-    steps: Any  # (b, nkv, 6): q blocks start, full_start, full_stop, stop as in blocks.Ranges; shift; number of keys
-    first: Any  # (b, nq): the first kv block that visits each q block, and nkv where none does
-
-
-def make_plan(live: Any, full: Any, shift: Any, kv_length: Any) -> Plan:
-    """The plan from the (b, nq, nkv) results of `blocks.overlaps`; numpy in, numpy out.
-
-    Ranges of q blocks are widened until neither end ever goes back from one kv block to the next. Then the visitors of
-    a q block are neighbours, and each knows its turn from the first one.
-    """
-    xp: Any = np if isinstance(live, np.ndarray) else jnp
-    live, full = live.swapaxes(1, 2), full.swapaxes(1, 2)
-    nkv, nq = live.shape[1:]
-    found = blocks.ranges(live, full)
-    needed = live.any(-1)
-    start, stop = xp.where(needed, found.start, nq), xp.where(needed, found.stop, 0)
-    if xp is np:
-        start = np.minimum.accumulate(start[:, ::-1], axis=1)[:, ::-1]
-        stop = np.maximum.accumulate(stop, axis=1)
-    else:
-        start, stop = lax.cummin(start, axis=1, reverse=True), lax.cummax(stop, axis=1)
-    stop = xp.maximum(start, stop)
-    # Where no block is full, all are on the low side: with one kind of mask, that is the side there is code for.
-    some = found.full_stop > found.full_start
-    full_start, full_stop = xp.where(some, found.full_start, stop), xp.where(some, found.full_stop, stop)
-    index = xp.arange(nq, dtype=np.int32)[None, None]
-    visits = (start[..., None] <= index) & (index < stop[..., None])
-    first = xp.where(visits.any(1), visits.argmax(1), nkv)
-    columns = (start, full_start, full_stop, stop, *(xp.broadcast_to(x, start.shape) for x in (shift, kv_length)))
-    return Plan(steps=xp.stack(columns, -1).astype(np.int32), first=first.astype(np.int32))
-
-
-class _Place(NamedTuple):
-    """Where a CTA stands: batch entry, kv head, kv block, row of the plan; and what it walks over, one head a step."""
-
-    b: Any
-    head: Any
-    j: Any
-    entry: Any
-    group: int
-    start: Any
-    full_start: Any
-    full_stop: Any
-    stop: Any
-
-    @property
-    def steps(self) -> Any:
-        return self.steps_from(self.start)
-
-    def steps_from(self, q_block: Any) -> Any:
-        """The number of steps for q blocks from `q_block` on, which come first."""
-        return (self.stop - q_block) * self.group
-
-    def step(self, i: Any) -> tuple[Any, Any]:
-        """(q block, query head) of step i."""
-        block, g = _divmod(i, self.group)
-        return self.stop - 1 - block, self.head * self.group + g
-
-
-def _place(c: _Call, refs: SimpleNamespace) -> _Place:
-    pid = lax.axis_index("cta")
-    group, rest = _divmod(pid, c.heads * c.nkv)
-    j, member = _divmod(rest, c.heads)
-    b, head = _divmod(group * c.heads + member, c.K)
-    entry = b if refs.plan.shape[0] > 1 else _I32(0)
-    return _Place(b, head, j, entry, c.group, *(refs.plan[entry, j, k] for k in range(4)))
-
-
-def _divmod(x: Any, n: int) -> tuple[Any, Any]:
-    return lax.div(x, _I32(n)), lax.rem(x, _I32(n))
-
-
-def _load(c: _Call, at: _Place, refs: SimpleNamespace) -> None:
+def _load(c: _Call, at: Place, refs: SimpleNamespace) -> None:
     """One warp: brings K and V once, and Q, dO and what belongs to rows step by step."""
     keys = pl.ds(at.j * KV_BLOCK, KV_BLOCK)
     plgpu.copy_gmem_to_smem(refs.k.at[at.b, keys, at.head], refs.k_s, refs.kv_ready)
@@ -216,7 +107,7 @@ def _load(c: _Call, at: _Place, refs: SimpleNamespace) -> None:
         plgpu.barrier_wait(refs.free.at[lax.rem(step, _I32(_SLOTS))])
 
 
-def _write(c: _Call, at: _Place, refs: SimpleNamespace, half: Any) -> None:
+def _write(c: _Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
     """One warp: adds a half of every dQ to global memory when it is its turn."""
 
     def take() -> None:
@@ -256,7 +147,7 @@ def _write(c: _Call, at: _Place, refs: SimpleNamespace, half: Any) -> None:
         mosaic.pass_turn(refs.turns, counter)
 
 
-def _compute(c: _Call, at: _Place, refs: SimpleNamespace, w: Any) -> None:
+def _compute(c: _Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
     """One warpgroup: all steps for its 64 keys."""
     mine = pl.ds(w * _KEYS, _KEYS)
     k_w, v_w = refs.k_s.at[mine], refs.v_s.at[mine]
@@ -314,7 +205,7 @@ def _compute(c: _Call, at: _Place, refs: SimpleNamespace, w: Any) -> None:
 
 
 def _step(
-    c: _Call, at: _Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc: Any, step: Any, masked: bool
+    c: _Call, at: Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc: Any, step: Any, masked: bool
 ) -> None:
     """One block of queries of one head; and dQ of the step before.
 
@@ -390,7 +281,7 @@ def _put_dq(refs: SimpleNamespace, w: Any, dq: Any) -> None:
     mosaic.named_barrier_arrive(_WRITTEN + w, _HALF_THREADS)
 
 
-def _mask(c: _Call, at: _Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any, s: Any) -> Any:
+def _mask(c: _Call, at: Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any, s: Any) -> Any:
     """S' with `hidden` where a key (row) is not seen by a query (column). Rows that see no key have an LSE of -inf."""
     if c.bounds != (None, None) or c.limited:
         s = mosaic.keep_columns(s, *_seen_columns(c, at, refs, w, qi), c.hidden)
@@ -402,7 +293,7 @@ def _mask(c: _Call, at: _Place, refs: SimpleNamespace, w: Any, slot: Any, qi: An
     return s
 
 
-def _seen_columns(c: _Call, at: _Place, refs: SimpleNamespace, w: Any, qi: Any) -> tuple[Any | None, Any | None]:
+def _seen_columns(c: _Call, at: Place, refs: SimpleNamespace, w: Any, qi: Any) -> tuple[Any | None, Any | None]:
     """(first, stop) of the queries of a block that see each key of this warpgroup; None is no bound.
 
     Query q sees key kv where kv - shift - above <= q <= kv - shift + below.
@@ -460,7 +351,7 @@ def _scrub_queries(c: _Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
 def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
     refs = SimpleNamespace(**dict(zip((*operands, "dq", "dk", "dv"), global_refs, strict=True)), **scratch)
     w = lax.axis_index("warpgroup")
-    at = _place(c, refs)
+    at = place(c, refs)
 
     @pl.when(w < _COMPUTE)
     def _():
@@ -490,7 +381,7 @@ def _scratch(c: _Call) -> dict[str, Any]:
         "v_s": swizzled((KV_BLOCK, c.D), c.dtype),
         "q_s": swizzled((_SLOTS, c.q_block, c.D), c.dtype),
         "do_s": swizzled((_SLOTS, c.q_block, c.D), c.dtype),
-        "rows_s": smem((_SLOTS, _rows(c), c.q_block), _F32),
+        "rows_s": smem((_SLOTS, row_count(c), c.q_block), _F32),
         "ds_s": swizzled((2, KV_BLOCK, c.q_block), c.dtype),
         "dq_s": swizzled((_COMPUTE, *c.half), _F32),
         "kv_ready": barrier(num_arrivals=2 + c.segments),
@@ -500,11 +391,6 @@ def _scratch(c: _Call) -> dict[str, Any]:
         "ds_ready": barrier(num_arrivals=_COMPUTE, num_barriers=2),
         "done": barrier(num_arrivals=_COMPUTE),
     }
-
-
-def _rows(c: _Call) -> int:
-    """float32 numbers that come with a query: -lse/scale, -delta; with masks, whether its block is to be scrubbed."""
-    return 3 if c.masked else 2
 
 
 def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
@@ -531,31 +417,6 @@ def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
         scratch_types=_scratch(c),
     )
     return kernel(*operands.values(), turns)
-
-
-def _row_numbers(
-    c: _Call, out: Float[Array, "B T N H_v"], lse: Float[Array, "B T N"], dout: Float[Array, "B T N H_v"], dlse: Any
-) -> Float[Array, "B N nq r q_block"]:
-    """See `_rows`. Rows past T, and those that see no key, get what makes P' 0."""
-    delta = jnp.sum(out.astype(_F32) * dout.astype(_F32), -1)
-    if dlse is not None:
-        delta = delta - dlse
-    dead = lse == -jnp.inf
-    wrong = ~(jnp.isfinite(lse) & jnp.isfinite(delta)) & ~dead
-    start = jnp.where(wrong, jnp.nan, lse * (-1 / c.scale))
-    numbers = [jnp.where(dead, c.hidden, start), jnp.where(dead, 0.0, jnp.where(wrong, jnp.nan, -delta))]
-    rows = [(c.hidden, numbers[0]), (0.0, numbers[1])]
-    if c.masked:
-        rows.append((0.0, (dead | wrong).astype(_F32)))
-
-    def by_block(fill: float, x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, c.nq * c.q_block - x.shape[1]), (0, 0)), constant_values=fill)
-        return x.transpose(0, 2, 1).reshape(c.B, c.N, c.nq, c.q_block)
-
-    stacked = [by_block(fill, x) for fill, x in rows]
-    if c.masked:
-        stacked[2] = jnp.broadcast_to(stacked[2].max(-1, keepdims=True), stacked[2].shape)
-    return jnp.stack(stacked, axis=3)
 
 
 def backward(
@@ -602,7 +463,7 @@ def backward(
         "k": blocks.aligned(key, D),
         "v": blocks.aligned(value, D),
         "do": blocks.aligned(dout, D),
-        "rows": _row_numbers(call, out, lse, dout, dlse),
+        "rows": row_numbers(call, out, lse, dout, dlse),
         "plan": jnp.asarray(plan.steps),
         "first": jnp.asarray(plan.first),
     }
@@ -626,6 +487,8 @@ def _specialise(spec: AttentionSpec, plan: Plan, scale: float, config: BackwardC
         N=spec.N,
         K=spec.K,
         D=max(head_dims(spec)),
+        q_block=128 if max(head_dims(spec)) == 64 else 64,
+        kv_block=KV_BLOCK,
         dtype=spec.dtype,
         keys=spec.S,
         scale=scale,
@@ -634,13 +497,6 @@ def _specialise(spec: AttentionSpec, plan: Plan, scale: float, config: BackwardC
         kv_lengths=spec.kv_lengths,
         segments=spec.segments,
         masked=dynamic or spec.bounds != (None, None) or spec.S % KV_BLOCK > 0,
-        sides=_sides(spec, plan),
+        sides=mask_sides(spec, plan),
         heads=kv_heads_side_by_side(spec, config),
     )
-
-
-def _sides(spec: AttentionSpec, plan: Plan) -> int:
-    """Whether steps with a mask lie on one side of those without, the low one, or on both."""
-    if isinstance(plan.steps, np.ndarray):
-        return 1 + bool((plan.steps[..., 2] < plan.steps[..., 3]).any())
-    return 1 + (spec.window is not None or spec.query_lengths or spec.segments)

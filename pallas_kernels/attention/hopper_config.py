@@ -57,7 +57,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Schedule of the backward kernel; its tiles follow from the head dim.
+    """Schedule of the backward kernel for head dims to 128; its tiles follow from the head dim.
 
     `l2_mib`: heads run side by side as long as their Q, dO and float32 dQ fit into so many MiB.
     """
@@ -70,6 +70,61 @@ class BackwardConfig:
 
     def __str__(self) -> str:
         return f"{self.l2_mib} MiB of heads side by side"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideConfig:
+    """Schedule of the backward kernel for head dims above 128.
+
+    `slots` steps of Q and dO, and `buffers` tiles of P or dS, are in shared memory.
+    `cluster`: CTAs, of neighbouring keys, that load Q and dO together, each its part for all.
+    `ordered`: dQ is summed in the order of the keys, and the same bits come out at every run; otherwise in any order.
+    `l2_mib`: heads run side by side as long as their Q, dO and float32 dQ fit into so many MiB.
+    """
+
+    slots: int = 2
+    buffers: int = 3
+    cluster: int = 1
+    ordered: bool = True
+    l2_mib: int = 32
+
+    def __post_init__(self):
+        if min(self.slots, self.buffers) < 2:
+            raise ValueError(
+                f"WideConfig: {self.slots=} {self.buffers=} - one is filled while one is read. Give 2 or more."
+            )
+        if self.cluster not in (1, 2, 4):
+            raise ValueError(f"WideConfig: {self.cluster=} - 1, 2 or 4 CTAs can split a block of queries. Choose one.")
+        if self.l2_mib < 1:
+            raise ValueError(f"WideConfig: {self.l2_mib=} - must be at least 1. Give the share of the L2 in MiB.")
+
+    def __str__(self) -> str:
+        words = [f"64 queries x 64 keys, {self.slots} steps ahead, {self.l2_mib} MiB of heads side by side"]
+        words += [f"clusters of {self.cluster}"] * (self.cluster > 1) + ["dQ in any order"] * (not self.ordered)
+        return ", ".join(words)
+
+
+def wide_head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """The (H, H_v) of the backward kernel above 128: each the next multiple of 64."""
+    H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
+    return H, H_v
+
+
+def wide_smem_bytes(spec: AttentionSpec, config: WideConfig) -> int:
+    """Shared memory of that kernel; every array begins at a multiple of 1 KiB, and barriers take less than that."""
+    tiles = 2 * 64 * ((1 + config.slots) * sum(wide_head_dims(spec)) + config.buffers * 64)
+    rows = -(-config.slots * 3 * 4 * 64 // 1024)
+    return tiles + 1024 * (rows + 2 * spec.segments + 1)
+
+
+def backward_candidates(spec: AttentionSpec) -> list[BackwardConfig | WideConfig]:
+    """Backward configurations worth timing, the default first. Above head dim 128, clusters and slots gain nothing."""
+    return [WideConfig()] if is_wide(spec) else [BackwardConfig()]
+
+
+def is_wide(spec: AttentionSpec) -> bool:
+    """Whether the call takes the backward kernel for head dims above 128."""
+    return max(spec.H, spec.H_v) > 128
 
 
 def head_dims(spec: AttentionSpec) -> tuple[int, int]:
@@ -113,9 +168,10 @@ def candidates(spec: AttentionSpec) -> list[Config]:
     return list(dict.fromkeys(found))
 
 
-def cache_shares[C: (Config, BackwardConfig)](config: C) -> list[C]:
+def cache_shares[C: (Config, BackwardConfig, WideConfig)](config: C) -> list[C]:
     """The same with more and with fewer heads side by side."""
-    return [dataclasses.replace(config, l2_mib=mib) for mib in (4, 8, 16, 32, 64) if mib != config.l2_mib]
+    shares = (16, 32, 64, 128, 256) if isinstance(config, WideConfig) else (4, 8, 16, 32, 64)
+    return [dataclasses.replace(config, l2_mib=mib) for mib in shares if mib != config.l2_mib]
 
 
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
@@ -138,10 +194,11 @@ def forward_config(spec: AttentionSpec, device: Device) -> Config:
     return config if fits(spec, config) else default(spec)
 
 
-def backward_config(spec: AttentionSpec, device: Device) -> BackwardConfig:
-    """As `forward_config`, of the backward kernel."""
+def backward_config(spec: AttentionSpec, device: Device) -> BackwardConfig | WideConfig:
+    """As `forward_config`, of the backward kernel for the head dims."""
     found = tuned.lookup(TUNED, device, "backward", _facts(spec), max(spec.T, spec.S))
-    return BackwardConfig() if found is None else BackwardConfig(**found)
+    kind = WideConfig if is_wide(spec) else BackwardConfig
+    return kind() if found is None else kind(**found)
 
 
 def _facts(spec: AttentionSpec) -> dict[str, int | bool]:
@@ -159,7 +216,7 @@ def heads_side_by_side(spec: AttentionSpec, config: Config) -> int:
     return _largest_divisor(spec.B * spec.N, config.l2_mib, 2 * spec.S * (spec.H + spec.H_v) // spec.G)
 
 
-def kv_heads_side_by_side(spec: AttentionSpec, config: BackwardConfig) -> int:
+def kv_heads_side_by_side(spec: AttentionSpec, config: BackwardConfig | WideConfig) -> int:
     """Key heads whose CTAs the backward grid mixes: a divisor of their number, Q, dO and float32 dQ counted.
 
     With few, long chains of CTAs wait for one another's dQ: 4, 8, 16 heads gave 396, 429, 441 TFLOP/s at head dim 64,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import blocks, hopper_bwd
+from pallas_kernels.attention import blocks, hopper_bwd, hopper_bwd_plan
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.spec import segment_sides
 from tests.mosaic.interpreter import interpreted
@@ -188,7 +188,7 @@ def test_nan_reaches_only_those_who_see_it(operand, at, window):
             assert_close(got, want, plain, name)
 
 
-def plan(case: Case, q_block: int) -> tuple[np.ndarray, hopper_bwd.Plan]:
+def plan(case: Case, q_block: int) -> tuple[np.ndarray, hopper_bwd_plan.Plan]:
     """(live pairs of blocks, plan) of a call."""
     arguments = case.arguments()
     sides: Any = segment_sides(arguments.get("segment_ids"))
@@ -196,7 +196,7 @@ def plan(case: Case, q_block: int) -> tuple[np.ndarray, hopper_bwd.Plan]:
         case.spec(), q_block, 128, query_segments=sides[0], kv_segments=sides[1],
         query_lengths=arguments.get("query_seq_lengths"), kv_lengths=arguments.get("key_value_seq_lengths"),
     )  # fmt: skip
-    return np.asarray(live), hopper_bwd.Plan(*map(np.asarray, hopper_bwd.make_plan(live, full, 0, case.S)))
+    return np.asarray(live), hopper_bwd_plan.Plan(*map(np.asarray, hopper_bwd_plan.make_plan(live, full, 0, case.S)))
 
 
 @pytest.mark.parametrize("name", CASES | SLOW)
