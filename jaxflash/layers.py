@@ -8,11 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxflash.config import RopeScaling
+from quant.matmul import matmul
 
 
 class Linear(nnx.Module):
     """`y = x W + b` with W of shape (in, out), computed in `dtype`, accumulated in float32 by the hardware.
 
+    W is whatever `quant.matmul` multiplies with: made as an array, and an Int4Tensor once the model is quantised.
     axes: logical names of W's two dims; the bias carries the second.
     """
 
@@ -34,10 +36,8 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_size, param_dtype), axes=axes[1:]) if use_bias else None
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
-        y = x.astype(self.dtype) @ self.weight[...].astype(self.dtype)
-        if self.bias is None:
-            return y
-        return y + jnp.broadcast_to(self.bias[...].astype(self.dtype), y.shape)
+        bias = None if self.bias is None else self.bias[...]
+        return matmul(x.astype(self.dtype), self.weight.get_value(), bias)
 
 
 @jax.custom_vjp

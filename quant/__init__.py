@@ -1,1 +1,1 @@
-"""Low-bit weights: filled by the W4A16 and quantisation issues."""
+"""Low-bit weights: what takes a dense weight's place, its product, and how it is made."""

@@ -14,10 +14,11 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.attention import hopper, hopper_bwd, hopper_config
-from pallas_kernels.attention.hopper_config import Config
+from pallas_kernels.attention import hopper, hopper_bwd, hopper_bwd_wide, hopper_config
+from pallas_kernels.attention.hopper_config import BackwardConfig, Config, WideConfig
 from pallas_kernels.attention.spec import AttentionSpec
 from tests.mosaic.aot import Candidate, check, compile_candidate
+from tests.pallas_kernels.w4a16 import aot_candidates
 
 plgpu: Any = mosaic_gpu
 
@@ -41,7 +42,7 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
 
 def candidates() -> list[Candidate]:
     """Every kernel of the library, at the block sizes it is tuned for."""
-    return [*forward_candidates(), *backward_candidates()]
+    return [*forward_candidates(), *backward_candidates(), *aot_candidates.candidates()]
 
 
 def forward_candidates() -> list[Candidate]:
@@ -62,16 +63,20 @@ def forward_candidates() -> list[Candidate]:
 
 
 def backward_candidates() -> list[Candidate]:
-    """The backward kernel's own; its author adds head dims and configurations here."""
-
-    def candidate(H: int, H_v: int, mask: str) -> Candidate:
+    def candidate(H: int, H_v: int, mask: str, config: BackwardConfig | WideConfig | None = None) -> Candidate:
         facts, optional = MASKS[mask]
         spec = _spec(H=H, H_v=H_v, **facts)
         arrays = _shapes(spec, "BTNH", "BSKH", "BSKV", "BTNV", "BTN", "BTNV", "BTN")
-        function = functools.partial(hopper_bwd.backward, spec, scale=spec.default_scale)
-        return _candidate(f"bwd-{H}-{H_v}-{mask}", function, spec, arrays, optional)
+        kernel: Any = hopper_bwd_wide if hopper_config.is_wide(spec) else hopper_bwd
+        function = functools.partial(kernel.backward, spec, scale=spec.default_scale, config=config)
+        return _candidate(f"bwd-{H}-{H_v}-{mask}{_changes(config)}", function, spec, arrays, optional)
 
-    return [candidate(H, H_v, mask) for H, H_v in [(64, 64), (128, 128)] for mask in MASKS]
+    dims = [(64, 64), (128, 128), (192, 128), (256, 256)]
+    spares = {(H, H_v): hopper_config.backward_candidates(_spec(H=H, H_v=H_v))[1:] for H, H_v in dims}
+    return [
+        *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
+        *(candidate(*dims, mask, spare) for dims, of in spares.items() for spare in of for mask in ("plain", "causal")),
+    ]
 
 
 def _spec(**facts: Any) -> AttentionSpec:
@@ -111,7 +116,7 @@ def _candidate(
     return Candidate(name=name, function=call, args=(*arrays, *integers), **allowed)
 
 
-def _changes(config: Config | None) -> str:
+def _changes(config: Config | BackwardConfig | WideConfig | None) -> str:
     """
     >>> _changes(Config(stages=3))
     '-stages=3'

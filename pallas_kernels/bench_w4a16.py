@@ -1,0 +1,178 @@
+"""Times the product with packed 4-bit weights beside 16-bit cuBLAS and beside dequantising in XLA, on the GPU at hand.
+
+    XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS,+CUBLASLT \\
+        python -m pallas_kernels.bench_w4a16 --workers 12 --out notebooks/results/w4a16_h200.jsonl [--only PART]
+
+A figure is the time of a chain of calls in one program over at least 200 MB of distinct weights, so that every call
+finds the L2 cache cold, divided by the calls; the sum of the kernels' times by CUPTI stands beside it. Every candidate
+of the kernels is timed, and the row of a cell holds the best of each implementation.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.device import current_device
+from pallas_kernels.timing import chained, each, setting
+from pallas_kernels.w4a16 import hopper, hopper_large, reference
+from pallas_kernels.w4a16.layout import TILE
+from pallas_kernels.w4a16.spec import W4A16Spec
+
+# (K, N) of the linears of Llama-3's 8B and 70B shapes.
+SHAPES = {
+    "70B gate_up": (8192, 57344), "8B gate_up": (4096, 28672), "8B down": (14336, 4096), "8B o": (4096, 4096),
+}  # fmt: skip
+ROWS = (1, 16, 64, 256, 4096)
+COLD = 220_000_000  # bytes of weights, four times the L2 cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One product: a shape, rows of x, and how the weight is packed."""
+
+    shape: str
+    M: int
+    group: int = 128
+    zeros: bool = False
+
+    @property
+    def name(self) -> str:
+        packed = (f" group {self.group}" if self.group != 128 else "") + (" asymmetric" if self.zeros else "")
+        return f"{self.shape} M{self.M}{packed}"
+
+    @property
+    def spec(self) -> W4A16Spec:
+        K, N = SHAPES[self.shape]
+        facts: dict[str, Any] = {"dtype": "bfloat16", "scale_dtype": "bfloat16"}
+        return W4A16Spec(M=self.M, K=K, N=N, group=self.group, zeros=self.zeros, **facts)
+
+
+Job = tuple[Cell, str, Any]
+
+
+def cells() -> list[Cell]:
+    """The table, small products first; then other groups and zero points."""
+    table = [Cell(shape=shape, M=M) for M, shape in itertools.product(ROWS, SHAPES)]
+    packed = [(128, True), (64, False), (64, True), (32, False), (32, True)]
+    return table + [Cell(shape=s, M=16, group=g, zeros=z) for s in ("70B gate_up", "8B down") for g, z in packed]
+
+
+def jobs(cell: Cell) -> list[Job]:
+    """(cell, implementation, configuration) of everything that is timed for a cell."""
+    spec, device = cell.spec, current_device()
+    found: list[Job] = [(cell, "bf16", None), (cell, "xla", None)] if cell.group == 128 and not cell.zeros else []
+    for name, kernel in (("hopper", hopper), ("hopper_large", hopper_large)):
+        if kernel.why_not(spec, device) is None:
+            every = dict.fromkeys([kernel.default(spec, device), *kernel.candidates(spec, device)])
+            found += [(cell, name, config) for config in every]
+    return found
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Times one implementation of a cell."""
+    cell, name, config = job
+    spec, device = cell.spec, current_device()
+    bytes_of_weights = 2 * spec.K * spec.N if name == "bf16" else spec.weight_bytes()
+    copies = max(1, -(-COLD // bytes_of_weights))
+    calls = max(40 if cell.M <= 64 else 12 if cell.M <= 256 else 4, copies)
+    # XLA would make one product of two that share a weight.
+    copies = calls if name in ("bf16", "xla") else copies
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    inputs = [functools.partial(normal, jax.random.key(n), (spec.M, spec.K)) for n in range(calls)]
+    if name == "bf16":
+        weights = [[functools.partial(normal, jax.random.key(-1 - n), (spec.K, spec.N))] for n in range(copies)]
+    else:
+        weights = [_packed(spec, n) for n in range(copies)]
+
+    def one(x: Any, w: Any, scales: Any = None, zeros: Any = None) -> Any:
+        if name == "bf16":
+            return x @ w
+        if name == "xla":
+            return reference.matmul(spec, x, w, scales, zeros)
+        kernel: Any = hopper if name == "hopper" else hopper_large
+        return kernel.matmul(spec, x, w, scales, zeros, config=config, device=device)
+
+    us, cupti_us, custom_calls = chained(one, [(x, *weights[n % copies]) for n, x in enumerate(inputs)])
+    if name.startswith("hopper") and custom_calls < calls:
+        raise RuntimeError(f"bench_w4a16: {custom_calls} custom calls for {calls} - XLA merged some.")
+    return {
+        "us": round(us, 2),
+        "cupti_us": round(cupti_us, 2),
+        "tb_s": round(bytes_of_weights / us / 1e6, 2),
+        "config": None if config is None else dataclasses.asdict(config),
+    }
+
+
+def _packed(spec: W4A16Spec, seed: int) -> list[Any]:
+    """Makers of random words, scales and zeros."""
+    tiles = (spec.padded_N // TILE, spec.padded_K // TILE, 8, 64)
+    groups = (spec.padded_N // TILE, spec.groups, TILE)
+    key = jax.random.key(1000 + seed)
+
+    def words() -> Any:
+        return jax.lax.bitcast_convert_type(jax.random.bits(key, tiles, jnp.uint32), jnp.int32)
+
+    def scales() -> Any:
+        return jax.random.uniform(key, groups, jnp.bfloat16, 0.005, 0.01)
+
+    def zeros() -> Any:
+        return jax.random.randint(key, groups, 0, 16).astype(jnp.uint8)
+
+    return [words, scales, zeros][: 2 + spec.zeros]
+
+
+def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each cell once all its jobs are done, and one with "error" for each job that failed."""
+    todo = {cell: jobs(cell) for cell in chosen}
+    left = {cell: len(these) for cell, these in todo.items()}
+    best: dict[Cell, dict[str, Any]] = {cell: {} for cell in chosen}
+    every = [job for these in todo.values() for job in these]
+    for (cell, name, config), result in each(run, every, workers=workers, seconds=seconds):
+        left[cell] -= 1
+        if isinstance(result, str):
+            yield {"cell": cell.name, "implementation": name, "config": str(config), "error": result}
+        elif name not in best[cell] or result["us"] < best[cell][name]["us"]:
+            best[cell][name] = result
+        if not left[cell]:
+            yield {"cell": cell.name, **dataclasses.asdict(cell), **best[cell]}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.bench_w4a16", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, help="append the rows to this file")
+    parser.add_argument("--only", default="", help="cells whose name holds this text")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--commit", help="goes into the rows; default: git's")
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser.parse_args(argv)
+    if current_device().platform != "gpu":
+        print(f"error: {current_device()} - the benchmark needs a GPU.", file=sys.stderr)
+        return 2
+    shared = setting(shlex.join(["python", "-m", "pallas_kernels.bench_w4a16", *argv]), arguments.commit)
+    chosen = [cell for cell in cells() if arguments.only in cell.name]
+    failed = 0
+    for row in rows(chosen, workers=arguments.workers, seconds=arguments.seconds):
+        failed += "error" in row
+        print(json.dumps(row), flush=True)
+        if arguments.out and "error" not in row:
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(row | shared) + "\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The product of activations and a packed 4-bit weight as arrays: checks, and chooses an implementation."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels import dispatch
+from pallas_kernels.device import Device, current_device
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.w4a16 import hopper, hopper_large, reference
+from pallas_kernels.w4a16.derivative import differentiable
+from pallas_kernels.w4a16.partition import partitioned
+from pallas_kernels.w4a16.spec import W4A16Spec, make_spec
+
+
+def _hopper(spec: W4A16Spec, *operands: Any) -> Any:
+    return hopper.matmul(spec, *operands, device=current_device())
+
+
+def _hopper_large(spec: W4A16Spec, *operands: Any) -> Any:
+    return hopper_large.matmul(spec, *operands, device=current_device())
+
+
+HOPPER = Implementation(
+    name="hopper",
+    why_not=hopper.why_not,
+    forward=differentiable(partitioned(_hopper), exact=reference.matmul),
+    describe=lambda spec, device: str(hopper.default(spec, device)),
+)
+HOPPER_LARGE = Implementation(
+    name="hopper_large",
+    why_not=hopper_large.why_not,
+    forward=differentiable(partitioned(_hopper_large), exact=reference.matmul),
+    describe=lambda spec, device: str(hopper_large.default(spec, device)),
+)
+XLA = Implementation(
+    name="xla", why_not=reference.why_not, forward=differentiable(reference.matmul, exact=reference.matmul)
+)
+
+# In order of preference.
+IMPLEMENTATIONS = (HOPPER, HOPPER_LARGE, XLA)
+
+
+def matmul(
+    spec: W4A16Spec,
+    x: Float[Array, "m k"],
+    words: Int32[Array, "column_tiles row_tiles 8 64"],
+    scales: Float[Array, "column_tiles groups 64"],
+    zeros: UInt8[Array, "column_tiles groups 64"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "m n"]:
+    """y = x W for a weight W (K, N) of packed 4-bit codes.
+
+        W[k, n] = (code[k, n] - zero[k // group, n]) * scale[k // group, n],    zero = 8 where there are no zeros
+
+    Args:
+      spec: the facts of the call; `spec.make_spec` reads them off the arrays.
+      x: (M, K) in bfloat16, float16 or float32.
+      words, scales, zeros: the packed weight, as `layout` orders it; scales bfloat16 or float16, zeros uint8.
+      implementation: a name to get that implementation or an error; None: the first that applies, never an error.
+
+    Returns:
+      (M, N) in x's dtype. W is rounded once, to x's dtype or not at all (never less exactly); sums are float32.
+      Differentiable by x and scales, to any order; no 16-bit copy of W is kept for it.
+
+    Raises:
+      ValueError: the arrays are not those of the spec, or the name is unknown.
+      Unsupported: the named implementation cannot serve the call; the message says why.
+    """
+    given = make_spec(x, words, scales, zeros, shape=(spec.K, spec.N), group=spec.group)
+    if given != spec:
+        raise ValueError(f"{spec.op}: the arrays are of {given}, not of {spec=!s} - they must agree. Use make_spec.")
+    chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
+    if spec.empty:
+        return jnp.zeros((spec.M, spec.N), spec.dtype)
+    return chosen.forward(spec, x, words, scales, zeros)
+
+
+def explain(
+    spec: W4A16Spec, *, device: Device | None = None, implementation: str | None = None
+) -> dispatch.Explanation:
+    """What a call would run, and the reason against every other implementation; prints as a table.
+
+    >>> from pallas_kernels.device import Device
+    >>> spec = W4A16Spec(M=1, K=64, N=64, group=32, zeros=False, dtype="bfloat16", scale_dtype="bfloat16")
+    >>> explain(spec, device=Device(platform="cpu", kind="cpu")).chosen
+    'xla'
+    """
+    return dispatch.explain(IMPLEMENTATIONS, spec, device or current_device(), implementation)

@@ -1,0 +1,526 @@
+"""Many rows times a packed 4-bit weight for Hopper (sm_90a) in Pallas Mosaic GPU: y^T = W^T x^T on wgmma.
+
+A CTA of each SM walks over tiles of `64 * blocks` columns of W by `tokens` rows of x; each warpgroup owns blocks of 64
+columns, makes their 16-bit weights in registers and multiplies them from there (wgmma's A; x is B, in shared memory):
+
+    loader       | k0 k1 k2 k3 ...                           (TMA, a ring of `stages`; a warp for each block, one for x)
+    warpgroup 0  | W0 | W1  W0'x0' | W2  W1'x1' | ...          -> 16 bits, transposed through shared memory -> y
+    warpgroup 1  |  the same for its own blocks of columns, free-running
+
+Where a weight has few columns, the rows of W are cut into `parts` for as many CTAs, all in flight at once. They put
+their sums into global memory, wait for each other, and each adds up those of all, in order, for its share of x's rows.
+
+Where x is much to load, the two CTAs of a `cluster` take neighbouring columns and each loads half of x for both.
+
+The weights of one step are made while the product before them runs; two sets of registers take turns. Weights are
+rounded once, to x's dtype, as the plain path does; sums are float32, in one order.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels import mosaic, mosaic_int4
+from pallas_kernels.device import H200, Device
+from pallas_kernels.w4a16.spec import W4A16Spec
+
+SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
+_RESERVED = 8 * 1024  # barriers, and what rounding each array up to 1 KiB adds
+_K = 64  # rows of W to a step
+_OUT = 64  # rows of y that leave through shared memory at a time
+
+# Registers of a thread that computes and of one that loads, by computing warpgroups: what a launch gets, divided anew.
+_REGISTERS = {2: (232, 32), 4: (104, 32)}
+_X_WARP = 3  # of the loading warpgroup; the weight's begin at 0
+
+i32, f32 = jnp.int32, jnp.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Tile sizes and schedule.
+
+    `warpgroups` that compute, `blocks` of 64 columns of W each, by `tokens` rows of x, in `parts` of the rows of W;
+    CTAs to a `cluster`, which share x; `stages` steps of 64 rows of W in flight, all of shared memory where None.
+    """
+
+    warpgroups: int = 2
+    blocks: int = 1
+    tokens: int = 256
+    parts: int = 1
+    cluster: int = 1
+    stages: int | None = None
+
+    def __post_init__(self):
+        if self.warpgroups not in _REGISTERS:
+            raise ValueError(f"Config: {self.warpgroups=} - there are registers for 2 or 4. Choose one of them.")
+        if self.blocks not in (1, 2) or self.warpgroups * self.blocks > 4:
+            raise ValueError(f"Config: {self.blocks=} of {self.warpgroups=} - four warps load one each. Choose 1 or 2.")
+        if self.tokens not in (64, 128, 192, 256):
+            raise ValueError(f"Config: {self.tokens=} - wgmma takes up to 256. Choose 64, 128, 192 or 256.")
+        if self.blocks * self.tokens > (256 if self.warpgroups == 2 else 64):
+            raise ValueError(f"Config: {self.blocks=} x {self.tokens=} - the sums exceed the registers. Take fewer.")
+        if self.parts not in (1, 2, 4, 8):
+            raise ValueError(f"Config: {self.parts=} - each adds up as many rows of x. Choose 1, 2, 4 or 8.")
+        if self.cluster not in (1, 2) or min(self.cluster, self.parts) > 1:
+            raise ValueError(
+                f"Config: {self.cluster=} of {self.parts=} - parts share no x. Choose 1, or 2 of one part."
+            )
+        if self.stages is not None and self.stages < 3:
+            raise ValueError(f"Config: {self.stages=} - two are read while one is loaded. Give at least 3.")
+
+    @property
+    def columns(self) -> int:
+        """Blocks of 64 columns of W to a CTA's tile."""
+        return self.warpgroups * self.blocks
+
+    @property
+    def wide(self) -> int:
+        """Blocks of 64 columns of W to a cluster's tile."""
+        return self.columns * self.cluster
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """What the body knows at trace time."""
+
+    spec: W4A16Spec
+    config: Config
+    cores: int
+
+    @property
+    def steps(self) -> int:
+        """Of a tile's part; even where registers take turns by step. Past the end TMA fills up with zeros."""
+        steps = pl.cdiv(self.spec.padded_K // _K, self.config.parts)
+        return steps if self.config.blocks == 2 else steps + steps % 2
+
+    @property
+    def all_blocks(self) -> int:
+        return self.spec.padded_N // 64
+
+    @property
+    def token_tiles(self) -> int:
+        return pl.cdiv(self.spec.M, self.config.tokens)
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.all_blocks, self.config.wide) * self.token_tiles
+
+    @property
+    def clusters(self) -> int:
+        return min(self.cores // self.config.cluster, self.tiles * self.config.parts)
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Sums in global memory: of a tile for each part that adds them up, by the part that they come from."""
+        config = self.config
+        return self.tiles, config.parts, config.parts, config.columns, 64, config.tokens // config.parts
+
+    @property
+    def scale_rows(self) -> int:
+        """Groups that a step meets."""
+        return max(1, _K // self.spec.group)
+
+    def stage_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of one stage of every ring. A box of TMA has 128 bytes or more."""
+        columns = self.config.columns
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {
+            "words": ((columns, 8, 64), "int32"),
+            "scales": ((columns, self.scale_rows, 64), self.spec.scale_dtype),
+            "x": ((self.config.tokens, _K), self.spec.dtype),
+        }
+        if self.spec.zeros:
+            shapes["zeros"] = ((columns, 2, 64), "uint8")
+        return shapes
+
+    @property
+    def stage_bytes(self) -> int:
+        return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in self.stage_shapes().values())
+
+    @property
+    def out_bytes(self) -> int:
+        return self.config.warpgroups * _OUT * 64 * 2
+
+    @property
+    def stages(self) -> int:
+        """As many as fit, if the configuration does not say."""
+        fitting = (SMEM_LIMIT - _RESERVED - self.out_bytes) // self.stage_bytes
+        return self.config.stages or min(fitting, 16)
+
+
+def smem_bytes(spec: W4A16Spec, config: Config) -> int:
+    """Shared memory of the rings and of the output; barriers and rounding add less than 8 KiB."""
+    kernel = _Kernel(spec=spec, config=config, cores=1)
+    return kernel.stages * kernel.stage_bytes + kernel.out_bytes
+
+
+def candidates(spec: W4A16Spec, device: Device) -> list[Config]:
+    """Configurations worth timing."""
+    cores = _cores(device)
+    tiles = [Config(warpgroups=4, blocks=1, tokens=64)] * (spec.M <= 64)
+    tiles += [Config(blocks=2, tokens=tokens) for tokens in (64, 128) if tokens < spec.M + 64]
+    tiles += [Config(tokens=tokens) for tokens in (64, 128, 192, 256) if tokens < spec.M + 64]
+    every = [dataclasses.replace(config, parts=parts) for config in tiles for parts in (1, 2, 4, 8)]
+    every += [dataclasses.replace(config, cluster=2) for config in tiles]
+    return [config for config in every if _fits(_Kernel(spec=spec, config=config, cores=cores)) is None]
+
+
+def _cores(device: Device) -> int:
+    return device.num_cores or H200.num_cores or 1
+
+
+def _fits(kernel: _Kernel) -> str | None:
+    """Why the call cannot run with the configuration."""
+    spec, config = kernel.spec, kernel.config
+    if (need := smem_bytes(spec, config)) > SMEM_LIMIT - _RESERVED:
+        return f"it needs {need} bytes of shared memory, and there are {SMEM_LIMIT - _RESERVED}"
+    if kernel.cores < config.cluster:
+        return f"there are {kernel.cores} SMs for a cluster of {config.cluster}"
+    if config.parts > 1 and (ctas := kernel.tiles * config.parts) > kernel.cores:
+        return f"{ctas} CTAs wait for each other, and {kernel.cores} fit at a time"
+    if config.parts > 1 and (config.parts - 1) * kernel.steps * _K >= spec.padded_K:
+        return f"there are {spec.padded_K} rows of W for {config.parts} parts"
+    return None
+
+
+def default(spec: W4A16Spec, device: Device) -> Config:
+    """The configuration with the fewest predicted clocks."""
+    return min(candidates(spec, device), key=lambda config: clocks(spec, config, device))
+
+
+_BYTES_PER_CLOCK = 26  # that an SM takes in while all do: about 6 TB/s from the L2 cache (an estimate)
+_MEETING_CLOCKS = 4000  # to zero the counters, to wait for the other parts and for memory (an estimate)
+
+
+def clocks(spec: W4A16Spec, config: Config, device: Device) -> float:
+    """Predicted for the busiest SM: those of its products or of its loads, whichever are more. Ranks, no more."""
+    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
+    if config.parts > 1:
+        blocks, turns = config.columns, 1
+    elif kernel.token_tiles == 1:
+        blocks = pl.cdiv(pl.cdiv(kernel.all_blocks, kernel.clusters), config.cluster)
+        turns = pl.cdiv(blocks, config.columns)
+    else:
+        turns = pl.cdiv(kernel.tiles, kernel.clusters)
+        blocks = turns * config.columns
+    # A wgmma of 64 x tokens x 16 with A in registers, as fitted to kernels like this one (H200, 2026-11), or its peak.
+    product = max(32 + config.tokens / 3, config.tokens / 2)
+    products = blocks * kernel.steps * _K / 16 * product
+    x_bytes = turns * config.tokens * _K * 2 / config.cluster
+    loads = kernel.steps * (x_bytes + blocks * _K * 32) / _BYTES_PER_CLOCK
+    sums_bytes = 64 * blocks * config.tokens * 4 * 2
+    meeting = _MEETING_CLOCKS + sums_bytes / _BYTES_PER_CLOCK if config.parts > 1 else 0
+    return max(products, loads) + meeting
+
+
+def why_not(spec: W4A16Spec, device: Device) -> str | None:
+    """The first limit of the kernel that the call exceeds."""
+    if device.compute_capability != (9, 0):
+        return f"needs a Hopper GPU (compute capability 9.0), not {device}"
+    if spec.dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16 activations, not {spec.dtype}"
+    if spec.operand_dtype != spec.dtype:
+        return f"rounds weights to {spec.dtype}, whose range {spec.scale_dtype} scales exceed"
+    return None
+
+
+def matmul(
+    spec: W4A16Spec,
+    x: Float[Array, "m k"],
+    words: Int32[Array, "column_tiles row_tiles 8 64"],
+    scales: Float[Array, "column_tiles groups 64"],
+    zeros: UInt8[Array, "column_tiles groups 64"] | None,
+    *,
+    config: Config | None = None,
+    device: Device = H200,
+) -> Float[Array, "m n"]:
+    """y = x W with W rounded once to x's dtype, summed in float32, rounded to x's dtype. No derivative rule.
+
+    Raises ValueError where the configuration cannot serve the call.
+    """
+    config = config or default(spec, device)
+    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
+    if (reason := _fits(kernel)) is not None:
+        raise ValueError(f"{spec.op}: {config=} for {spec!s} - {reason}. Choose one of `candidates`.")
+    # TMA fills up with zeros, but Mosaic wants whole tiles of 8 x 64.
+    x = jnp.pad(x, ((0, -spec.M % 8), (0, spec.padded_K - spec.K)))
+    side = {"scales": scales} if zeros is None else {"scales": scales, "zeros": zeros}
+    return _call(kernel, {"words": words, **side, "x": x})[: spec.M, : spec.N]
+
+
+def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
+    """Launches the kernel: y (M in whole tiles of 8, N')."""
+    spec, config, stages = kernel.spec, kernel.config, kernel.stages
+    smem: dict[str, Any] = {}
+    for name, (shape, dtype) in kernel.stage_shapes().items():
+        make = mosaic.swizzled if name == "x" else plgpu.SMEM
+        smem[name] = make((stages, *shape), jnp.dtype(dtype))
+    copies = config.columns * (len(smem) - 1) + 1
+    smem |= {
+        "out": mosaic.swizzled((config.warpgroups, _OUT, 64), jnp.dtype(spec.dtype)),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=stages),
+    }
+    if config.cluster > 1:
+        smem["x_free"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=stages)
+    names = tuple(smem)
+    y = jax.ShapeDtypeStruct((operands["x"].shape[0], spec.padded_N), spec.dtype)
+    inputs: dict[str, Any] = dict(operands)
+    outputs = {"out": y}
+    if config.parts > 1:
+        inputs["arrived"] = jax.new_ref(jnp.zeros((kernel.tiles * config.warpgroups,), i32))
+        outputs["sums"] = jax.ShapeDtypeStruct(kernel.sums_shape, f32)
+
+    def body(*refs):
+        gmem = dict(zip((*inputs, *outputs), refs, strict=False))
+        _body(kernel, gmem, dict(zip(names, refs[len(gmem) :], strict=True)))
+
+    launch = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=list(smem.values()),
+        grid=(kernel.clusters,),
+        grid_names=("cluster",),
+        cluster=(config.cluster,),
+        cluster_names=("rank",),
+        num_threads=config.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            # Every exchange through shared memory below is fenced or goes through a barrier.
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+        ),
+    )
+    return launch(*inputs.values())[0]
+
+
+def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
+    config = kernel.config
+    warpgroup = lax.axis_index("warpgroup")
+    compute, load = _REGISTERS[config.warpgroups]
+
+    @pl.when(warpgroup < config.warpgroups)
+    def _():
+        plgpu.set_max_registers(compute, action="increase")
+        _over_tiles(kernel, functools.partial(_consume, kernel, gmem, smem))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == config.warpgroups)
+    def _():
+        plgpu.set_max_registers(load, action="decrease")
+
+        def walk(warp):
+            turns = _over_tiles(kernel, functools.partial(_load, kernel, gmem, smem, warp))
+            _drain(kernel, smem, turns)
+
+        if config.cluster > 1:  # Mosaic has no barriers of clusters for warps
+            walk(None)
+        else:
+            plgpu.warp_map(lambda warp: pl.when((warp < config.columns) | (warp == _X_WARP))(lambda: walk(warp)))
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """The turn-th tile of a CTA: its first block of columns of W and their number, its first row of x, its part."""
+
+    turn: Any
+    block: Any
+    count: Any
+    token: Any
+    index: Any
+    part: Any
+
+
+def _over_tiles(kernel: _Kernel, one: Callable[[_Tile], None]) -> Any:
+    """Runs `one` for the tiles of this CTA, and returns their number.
+
+    Where x is one tile, clusters own runs of columns, as even as blocks come. Otherwise the tiles of a column follow
+    each other, over neighbouring clusters: they share its weights in the L2 cache.
+    """
+    config = kernel.config
+    cluster, clusters, wide = lax.axis_index("cluster"), i32(kernel.clusters), i32(config.wide)
+    rank = lax.axis_index("rank")
+
+    def mine(turn, block, count, *rest):
+        start, stop = (lax.div(r * count + (config.cluster - 1), i32(config.cluster)) for r in (rank, rank + 1))
+        one(_Tile(turn, block + start, stop - start, *rest))
+
+    if kernel.token_tiles == 1 and config.parts == 1:
+        start, stop = (lax.div(c * i32(kernel.all_blocks), clusters) for c in (cluster, cluster + 1))
+        turns = lax.div(stop - start + (wide - 1), wide)
+
+        @pl.loop(0, turns)
+        def _(turn):
+            first, end = (start + lax.div(t * (stop - start), turns) for t in (turn, turn + 1))
+            mine(turn, first, end - first, 0 * turn, 0 * turn, 0 * turn)
+
+        return turns
+
+    parts = i32(config.parts)
+    turns = lax.div(kernel.tiles * parts - cluster + (clusters - 1), clusters)
+
+    @pl.loop(0, turns)
+    def _(turn):
+        index, part = lax.div(cluster + turn * clusters, parts), lax.rem(cluster, parts)
+        block = lax.div(index, i32(kernel.token_tiles)) * wide
+        token = lax.rem(index, i32(kernel.token_tiles)) * config.tokens
+        mine(turn, block, jnp.minimum(kernel.all_blocks - block, wide), token, index, part)
+
+    return turns
+
+
+def _drain(kernel: _Kernel, smem: dict[str, Any], turns: Any) -> None:
+    """Waits until every stage that was loaded has been read: a barrier's last phase may not pass unseen."""
+
+    @pl.loop(0, jnp.minimum(turns * kernel.steps, kernel.stages))
+    def _(slot):
+        _wait_free(kernel, smem, slot)
+
+
+def _wait_free(kernel: _Kernel, smem: dict[str, Any], slot: Any) -> None:
+    """Until this CTA has read the stage, and those that load x for each other all have."""
+    plgpu.barrier_wait(smem["free"].at[slot])
+    if kernel.config.cluster > 1:
+        plgpu.barrier_arrive(smem["x_free"].at[slot])
+        plgpu.barrier_wait(smem["x_free"].at[slot])
+
+
+def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any | None, tile: _Tile) -> None:
+    """Loads a tile: one warp its block of columns, or x, or both; the whole warpgroup (None) everything."""
+    config = kernel.config
+
+    @pl.loop(0, kernel.steps)
+    def _(step):
+        taken = tile.turn * kernel.steps + step
+        slot = lax.rem(taken, i32(kernel.stages))
+        k = tile.part * kernel.steps + step
+        full = smem["full"].at[slot]
+
+        @pl.when(taken >= kernel.stages)
+        def _():
+            _wait_free(kernel, smem, slot)
+            mosaic.fence_async()  # the stage was read by ordinary loads
+
+        def load_block(which):
+            block = tile.block + jnp.clip(which, 0, jnp.maximum(tile.count - 1, 0))
+
+            def copy(name, source):
+                # Where the tile has fewer blocks, only the barrier hears of it.
+                plgpu.copy_gmem_to_smem(source, smem[name].at[slot, which], full, predicate=which < tile.count)
+
+            copy("words", gmem["words"].at[block, k])
+            group = 0 if kernel.spec.groups == 1 else lax.div(k * _K, i32(kernel.spec.group))
+            for name in ("scales", "zeros"):
+                if name in gmem:
+                    copy(name, gmem[name].at[block, pl.ds(group, smem[name].shape[2])])
+
+        def load_x():
+            source = gmem["x"].at[pl.ds(tile.token, config.tokens), pl.ds(k * _K, _K)]
+            plgpu.copy_gmem_to_smem(
+                source, smem["x"].at[slot], full, collective_axes="rank" if config.cluster > 1 else None
+            )
+
+        if warp is None:
+            for which in range(config.columns):
+                load_block(which)
+            load_x()
+        else:
+            pl.when(warp < config.columns)(lambda: load_block(warp))
+            pl.when(warp == _X_WARP)(load_x)
+
+
+def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], tile: _Tile) -> None:
+    """One warpgroup's blocks of a tile: every warpgroups-th, so that a short tile leaves none to some."""
+    spec, config = kernel.spec, kernel.config
+    w = lax.axis_index("warpgroup")
+    mine = [w + r * config.warpgroups for r in range(config.blocks)]
+    per_pass = 2 // config.blocks  # steps to a pass, in which both sets of registers have their turn
+    first = tile.turn * kernel.steps
+
+    def weights(slot, block):
+        zeros = smem["zeros"].at[slot, block] if spec.zeros else None
+        refs = smem["words"].at[slot, block], smem["scales"].at[slot, block], zeros
+        return mosaic_int4.dequantize(*refs, group=spec.group, dtype=jnp.dtype(spec.dtype))
+
+    def free(taken, **predicate):
+        plgpu.barrier_arrive(smem["free"].at[lax.rem(taken, i32(kernel.stages))], **predicate)
+
+    def products(*sums):
+        def one_pass(n, taken):
+            for step in range(per_pass):
+                slot = lax.rem(taken + step, i32(kernel.stages))
+                plgpu.barrier_wait(smem["full"].at[slot])
+                for r, block in enumerate(mine):
+                    plgpu.wgmma(sums[r], weights(slot, block), smem["x"].at[slot].T)
+                    plgpu.wgmma_wait(1)
+                    # The product before this one is done, and with the last of a step the step.
+                    if r == 0 and step == 0:
+                        free(taken + (kernel.stages - 1), predicate=n > 0)
+                    elif r == 0:
+                        free(taken + (step - 1))
+            return taken + per_pass
+
+        taken = lax.fori_loop(0, kernel.steps // per_pass, one_pass, first)
+        plgpu.wgmma_wait(0)
+        free(taken + (kernel.stages - 1))
+        return [x[...] for x in sums]
+
+    @pl.when(mine[0] < tile.count)
+    def _():
+        accumulators = [mosaic.ACC((64, config.tokens), f32)] * config.blocks
+        sums = pl.run_scoped(products, *accumulators)
+        if config.parts > 1:
+            sums = _meet(kernel, gmem, tile, mine, sums)
+        for block, y in zip(mine, sums, strict=True):
+            pl.when(block < tile.count)(functools.partial(_store, kernel, gmem, smem, tile, block, y))
+
+    @pl.when(mine[0] >= tile.count)
+    def _():
+        @pl.loop(0, kernel.steps)
+        def _(n):
+            plgpu.barrier_wait(smem["full"].at[lax.rem(first + n, i32(kernel.stages))])
+            free(first + n)
+
+
+def _meet(kernel: _Kernel, gmem: dict[str, Any], tile: _Tile, mine: list[Any], sums: Any) -> list[Any]:
+    """The sums of all parts of a tile, for this part's share of the rows of x."""
+    config = kernel.config
+    place = gmem["sums"].at[tile.index]
+    for block, y in zip(mine, sums, strict=True):
+        for share, part in enumerate(mosaic_int4.columns_of(y, config.tokens // config.parts)):
+            place[share, tile.part, block] = part
+    arrived = tile.index * config.warpgroups + lax.axis_index("warpgroup")
+    mosaic_int4.announce(gmem["arrived"], arrived)
+    mosaic.wait_turn(gmem["arrived"], arrived, i32(config.parts))
+
+    def added(block):
+        parts = [place.at[tile.part, n, block] for n in range(config.parts)]
+        return functools.reduce(jnp.add, [plgpu.load(x, layout=mosaic.Layout.WGMMA, optimized=False) for x in parts])
+
+    return [added(block) for block in mine]
+
+
+def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], tile: _Tile, block: Any, y: Any) -> None:
+    """y^T (64, rows of x) of one block to memory; TMA leaves out rows past M."""
+    columns = pl.ds((tile.block + block) * 64, 64)
+    share = y.shape[1]
+    width = min(share, _OUT)
+    staging = smem["out"].at[lax.axis_index("warpgroup"), pl.ds(0, width)]
+    first = tile.token + tile.part * share
+    for n, rows in enumerate(mosaic_int4.columns_of(y.astype(kernel.spec.dtype), width)):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        staging.T[...] = plgpu.layout_cast(rows, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, gmem["out"].at[pl.ds(first + n * width, width), columns])
