@@ -158,7 +158,10 @@ def read_config(run: Path) -> TrainConfig:
     path = run / "config.json"
     if not path.is_file():
         what = "is not a run folder (no config.json)" if run.is_dir() else "does not exist"
-        raise FileNotFoundError(f"load: {str(run)!r} {what}. Give the folder that `jaxflash train --out` wrote.")
+        raise FileNotFoundError(
+            f"load: {str(run)!r} {what}. Give the folder that `jaxflash train --out` "
+            "wrote, a Hugging Face folder or a .gguf file."
+        )
     try:
         return configs.from_json(path.read_text())
     except (json.JSONDecodeError, ValueError) as error:

@@ -1,25 +1,32 @@
-"""The `jaxflash` command: `demo`, `train`, `generate`, `explain`. Flags are the configuration's own field names."""
+"""The `jaxflash` command: `demo`, `train`, `generate`, `convert`, `inspect`, `explain`.
+
+Flags are the configuration's own field names.
+"""
 
 import argparse
 import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import jax
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from jaxflash import checkpoint
-from jaxflash.config import Sampling, TrainConfig, override, preset, train_preset
+from jaxflash.config import DType, Sampling, TrainConfig, override, preset, train_preset
 from jaxflash.corpus.tokens import default_cache_dir
 from jaxflash.demo import DemoError, demo, demo_config
 from jaxflash.generate import generate
+from jaxflash.hf.chat import chat
+from jaxflash.hf.convert import convert
+from jaxflash.hf.inspect import explain_prompt, inspect
 from jaxflash.language_model import load
 from jaxflash.train import train
-from pallas_kernels.attention.api import explain
 from pallas_kernels.dispatch import Unsupported
 from sharding.mesh import parse_mesh, use_cpu_devices
 from sharding.names import did_you_mean
@@ -43,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for add in (_add_demo, _add_train, _add_generate, _add_explain):
+    for add in (_add_demo, _add_train, _add_generate, _add_convert, _add_inspect, _add_explain):
         add(commands)
     args, extra = parser.parse_known_args(argv)
     if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
@@ -93,6 +100,7 @@ def _assignments(items: Sequence[str], *, reserved: frozenset[str] = frozenset()
     return pairs
 
 
+_DTYPES = get_args(DType)
 _NOT_FLAGS = frozenset({"model", "data", "mesh"})
 
 
@@ -131,19 +139,69 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def _add_generate(commands: Any) -> None:
-    parser = _command(commands, "generate", _generate, "Continue prompts with a trained model.")
-    parser.add_argument("--model", required=True, metavar="DIR", help="the folder of a run")
+    parser = _command(commands, "generate", _generate, "Continue prompts, or answer them, with a model.")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a run's folder, a Hugging Face folder, a .gguf")
     parser.add_argument("--prompt", action="append", required=True, help="a text to continue; may be repeated")
-    parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
-    parser.add_argument("--stop-tokens", nargs="+", type=int, metavar="ID", help="default: the tokenizer's end of text")
+    parser.add_argument("--chat", action="store_true", help="each prompt opens a conversation; print the reply")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation is told first")
+    parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
+    parser.add_argument("--param-dtype", choices=_DTYPES, help="default: what holds the files' values exactly")
+    parser.add_argument("--stop-tokens", nargs="+", type=int, metavar="ID", help="default: what the model names")
     _add_fields(parser, Sampling, skip=frozenset({"stop_tokens"}))
 
 
 def _generate(args: argparse.Namespace) -> None:
     sampling = override(Sampling(), _given(args, Sampling, skip=frozenset()))
-    texts = generate(load(args.model, step=args.step), args.prompt, sampling)
+    if args.system is not None and not args.chat:
+        raise ValueError("generate: --system is of a conversation, and a plain prompt has none. Add --chat.")
+    model = load(args.model, step=args.step, param_dtype=args.param_dtype)
+    if args.chat:
+        first = [] if args.system is None else [{"role": "system", "content": args.system}]
+        for prompt in args.prompt:
+            print(chat(model, [*first, {"role": "user", "content": prompt}], sampling))
+        return
+    texts = generate(model, args.prompt, sampling)
     for prompt, text in zip(args.prompt, texts, strict=True):
         print(prompt + text)
+
+
+def _add_convert(commands: Any) -> None:
+    parser = _command(commands, "convert", _convert, "Write a model as another kind of checkpoint.")
+    parser.add_argument("source", metavar="SRC", help="a run's folder, a Hugging Face folder, a .gguf")
+    parser.add_argument("destination", metavar="DST", help="a new folder")
+    parser.add_argument("--to", required=True, metavar="KIND", help="dense (Hugging Face) or orbax (a run's folder)")
+    parser.add_argument("--dtype", choices=(*_DTYPES, "float16"), help="default: what holds the values exactly")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    found = inspect(args.source)
+    width = jax.numpy.dtype(args.dtype or found.config.param_dtype).itemsize
+    totals = {"read": sum(kind.nbytes for kind in found.kinds), "write": found.parameters * width}
+    with RichProgress(*columns, console=console) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def told(verb: str) -> Callable[[str, int], None]:
+            def advance(_: str, size: int) -> None:
+                if verb not in tasks:
+                    tasks[verb] = progress.add_task(verb, total=totals[verb])
+                progress.advance(tasks[verb], size)
+
+            return advance
+
+        convert(args.source, args.destination, args.to, dtype=args.dtype, on_read=told("read"), on_write=told("write"))
+    console.print(f"done, in {args.destination}/", highlight=False)
+
+
+def _add_inspect(commands: Any) -> None:
+    text = "Architecture, parameters, precision of every layer, memory, and what would run."
+    parser = _command(commands, "inspect", _inspect, text)
+    parser.add_argument("source", metavar="PATH", help="a run's folder, a Hugging Face folder, a .gguf")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    print(inspect(args.source))
 
 
 def _add_demo(commands: Any) -> None:
@@ -169,12 +227,7 @@ def _add_explain(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     config = preset(args.preset)
-    rows, dtype = (args.batch_size, args.seq_len), config.compute_dtype
-    query = jax.ShapeDtypeStruct((*rows, config.n_heads, config.head_dim), dtype)
-    key = jax.ShapeDtypeStruct((*rows, config.n_kv_heads, config.head_dim), dtype)
-    segments = jax.ShapeDtypeStruct(rows, "int32") if args.packing == "documents" else None
-    window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
-    print(explain(query, key, key, is_causal=True, segment_ids=segments, local_window_size=window))
+    print(explain_prompt(config, (args.batch_size, args.seq_len), packed=args.packing == "documents"))
 
 
 if __name__ == "__main__":

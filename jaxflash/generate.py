@@ -33,7 +33,7 @@ def generate(
 ) -> str | list[str]:
     """Continues each prompt: the new text only, without the stop token.
 
-    model: a LanguageModel, or the folder of a run. An empty prompt starts a new document. Generation of a row ends at a
+    model: a LanguageModel, or what `load` takes. An empty prompt starts a new document. Generation of a row ends at a
     stop token (default: the tokenizer's end of text), or after `max_new_tokens`.
 
     Raises:
@@ -45,8 +45,8 @@ def generate(
     sampling = Sampling() if sampling is None else sampling
     model = model if isinstance(model, LanguageModel) else load(model)
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    tokens = [model.tokenizer.encode(text).tolist() or [model.tokenizer.eos_id] for text in texts]
-    stops = sampling.stop_tokens or (model.tokenizer.eos_id,)
+    tokens = [model.tokenizer.encode_prompt(text).tolist() or [model.tokenizer.eos_id] for text in texts]
+    stops = sampling.stop_tokens or model.tokenizer.stop_ids
     rows = generate_tokens(
         model.config, model.params, tokens, sampling, stops=stops, vocab_limit=model.tokenizer.vocab_size
     )

@@ -1,4 +1,4 @@
-"""A model with its parameters and its tokenizer: what `load` gives and `generate` takes."""
+"""A model with its parameters and its tokenizer: what `load` gives, `save` writes and `generate` takes."""
 
 import dataclasses
 from pathlib import Path
@@ -9,9 +9,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxflash import checkpoint
-from jaxflash.config import ModelConfig
+from jaxflash.config import DType, ModelConfig
+from jaxflash.gguf.model import open_gguf
+from jaxflash.gguf.tokenizer import gguf_tokenizer
+from jaxflash.hf.load import is_hub_folder, load_params, open_checkpoint
+from jaxflash.hf.place import OnTensor
+from jaxflash.hf.save import FileDType, save_folder
 from jaxflash.model import Transformer, abstract, axis_units
-from jaxflash.tokenizer import Tokenizer, load_tokenizer
+from jaxflash.tokenizer import HFTokenizer, NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 from sharding import rules
 from sharding.mesh import make_mesh
 
@@ -30,22 +35,90 @@ class LanguageModel:
         return nnx.merge(abstract(self.config)[0], self.params)
 
 
-def load(path: str | Path, *, step: int | None = None, mesh: Mesh | None = None) -> LanguageModel:
-    """Loads the model of a run folder that `train` wrote.
+def load(
+    path: str | Path,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    param_dtype: DType | None = None,
+    on_tensor: OnTensor | None = None,
+) -> LanguageModel:
+    """Loads a model: a run folder that `train` wrote, a folder from the Hugging Face Hub, or a .gguf file.
 
-    step: which checkpoint (None: the newest). mesh: where the parameters go by rule (None: the first device).
+    step: which checkpoint of a run (None: the newest). mesh: where the parameters go by rule, each process reading only
+    its slices (None: the first device). param_dtype: None is the run's own or, of other files, the one that holds every
+    value as it is: bfloat16 if all weights are, else float32. on_tensor: called with name and bytes of each tensor read
+    from a Hub folder or GGUF.
 
     Raises:
-      FileNotFoundError: no run folder, or no such checkpoint.
-      ValueError: the checkpoint is of another model, or does not divide over the mesh.
+      FileNotFoundError: no such folder, file or checkpoint, or a part of it is missing.
+      ValueError: a broken or contradictory file, another model's checkpoint, or a mesh that it does not divide over.
+      Unsupported: an architecture, a switch of one, or a GGUF type that is not served.
     """
-    run = Path(path)
-    config = checkpoint.read_config(run)
+    path = Path(path).expanduser()
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
-    _, shapes, axes = abstract(config.model)
-    rules.check(shapes, axes, mesh, units=axis_units(config.model))
+    foreign = path.suffix == ".gguf" or is_hub_folder(path)
+    if not foreign:
+        return _load_run(path, step, mesh, param_dtype)
+    if step is not None:
+        raise ValueError(f"load: {step=} - only run folders have steps, and {str(path)!r} is none. Leave it out.")
+    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
+    tokenizer = _foreign_tokenizer(path)
+    config, params = load_params(opened, mesh, param_dtype=param_dtype, on_tensor=on_tensor)
+    return LanguageModel(config, params, tokenizer)
+
+
+def save(
+    model: LanguageModel,
+    path: str | Path,
+    *,
+    dtype: FileDType | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    on_tensor: OnTensor | None = None,
+) -> None:
+    """Writes `model` as a folder of the Hugging Face Hub, which transformers, vLLM and `load` read.
+
+    config.json, model.safetensors or several of at most `max_shard_bytes` with an index, and the tokenizer with its
+    chat template. The folder appears whole or not at all. dtype: of the weights (None: the parameters' own).
+
+    Raises:
+      FileExistsError: `path` exists and is not an empty folder.
+      OSError: too little free space, found before anything is written.
+      Unsupported: no published architecture has the configuration's switches.
+      ValueError: dtype is float16 and a weight is beyond its range.
+    """
+    save_folder(
+        model.config,
+        model.params,
+        model.tokenizer,
+        Path(path).expanduser(),
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        on_tensor=on_tensor,
+    )
+
+
+def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None) -> LanguageModel:
+    config = checkpoint.read_config(run)
+    model = config.model
+    _, shapes, axes = abstract(model)
+    rules.check(shapes, axes, mesh, units=axis_units(model))
     laid_out = jax.tree.map(
         lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, rules.shardings(axes, mesh)
     )
     params, _ = checkpoint.load_params(run, laid_out, step)
-    return LanguageModel(config.model, params, load_tokenizer(run if config.tokenizer != "byte" else None))
+    if param_dtype is not None and param_dtype != model.param_dtype:
+        model = dataclasses.replace(model, param_dtype=param_dtype)
+        params = jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
+    tokenizer = load_tokenizer(run if config.tokenizer != "byte" else None)
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.saved_prefixed:
+        tokenizer = tokenizer.prefixed()
+    return LanguageModel(model, params, tokenizer)
+
+
+def _foreign_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer beside the weights; else the one inside a GGUF; else none, told where text is first used."""
+    is_gguf = path.suffix == ".gguf"
+    folder = path.parent if is_gguf else path
+    tokenizer = find_tokenizer(folder) or (gguf_tokenizer(path) if is_gguf else None) or NoTokenizer(folder)
+    return tokenizer.prefixed() if isinstance(tokenizer, HFTokenizer) else tokenizer

@@ -1,10 +1,13 @@
 """Text to token ids and back: raw bytes, or a Hugging Face `tokenizer.json`."""
 
+import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -13,6 +16,7 @@ from jaxtyping import Int32, Integer
 from jaxflash.atomic import write_atomically
 
 _BYTE_CLASS = "jaxflash.ByteTokenizer"
+_PREFIXED = "jaxflash_prompt_prefix"  # in a tokenizer_config.json of ours
 # Tried in this order when no file beside tokenizer.json names the end of a text. `<|endoftext|>` stands first because
 # a chat model has an end-of-turn token as well, and the separator of documents is the former.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<end_of_text>", "</s>", "<eos>", "<EOS>", "[EOS]", "<|eos|>")
@@ -22,12 +26,25 @@ class Tokenizer(ABC):
     """Text to token ids and back.
 
     `vocab_size` is one more than the largest id that `encode` can return; `eos_id` ends every document; two tokenizers
-    with the same `fingerprint` give the same ids for the same text.
+    with the same `fingerprint` give the same ids for the same text. `prefix_ids` start every prompt; `stop_ids`, of
+    which `eos_id` is the first, end what a model says. `chat_template` is the Jinja text that makes one prompt of a
+    conversation, and may name the `special_tokens` ("bos_token", "eos_token", ...).
     """
 
     vocab_size: int
     eos_id: int
     fingerprint: str
+    prefix_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (self.eos_id,)
+
+    def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        """The ids that a model reads before it continues `text`: `prefix_ids`, then those of the text."""
+        return np.concatenate([np.asarray(self.prefix_ids, np.int32), self.encode(text)])
 
     @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
@@ -70,11 +87,38 @@ class ByteTokenizer(Tokenizer):
         _write_config(Path(folder), {"tokenizer_class": _BYTE_CLASS})
 
 
+class NoTokenizer(Tokenizer):
+    """Of a checkpoint that came without one: it serves token ids, and refuses text with the reason."""
+
+    vocab_size = 0
+    eos_id = -1
+    fingerprint = "none"
+
+    def __init__(self, folder: str | Path):
+        self._folder = str(folder)
+
+    def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
+        raise ValueError(self._refusal)
+
+    def decode(self, ids: Sequence[int] | Integer[np.ndarray, " tokens"]) -> str:
+        raise ValueError(self._refusal)
+
+    def save(self, folder: str | Path) -> None:
+        """There is nothing to write."""
+
+    @property
+    def _refusal(self) -> str:
+        return (
+            f"tokenizer: the checkpoint folder={self._folder!r} holds no tokenizer.json - text needs one. Put it "
+            "there, or give token ids to `jaxflash.generate.generate_tokens`."
+        )
+
+
 class HFTokenizer(Tokenizer):
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    Special tokens written out in a text (`<|endoftext|>`) become their id, as everywhere in that library; none is
-    added. Truncation and padding stored in the file are switched off: a corpus must not lose text.
+    Special tokens written out in a text (`<|endoftext|>`) become their id, as everywhere in that library; `encode` adds
+    none. Truncation and padding stored in the file are switched off: a corpus must not lose text.
     """
 
     def __init__(self, path: str | Path, *, eos_token: str | None = None):
@@ -87,21 +131,67 @@ class HFTokenizer(Tokenizer):
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"tokenizer: no file at path={str(path)!r} - pass a tokenizer.json or its folder.")
-        self._json = path.read_bytes()
-        if not isinstance(_parse(path, self._json).get("model"), dict):
+        beside = {name: _read_config(path.parent / f"{name}.json") for name in ("generation_config", "config")}
+        config = _read_config(path.parent / "tokenizer_config.json")
+        jinja = path.with_name("chat_template.jinja")
+        if jinja.is_file():  # where transformers keeps it since v4.50; it wins over the configuration's
+            config["chat_template"] = jinja.read_text(encoding="utf-8")
+        self._set(
+            path.read_bytes(), config, [values.get("eos_token_id") for values in beside.values()], path, eos_token
+        )
+
+    @classmethod
+    def from_json(
+        cls, content: bytes, *, config: Mapping[str, Any], eos_ids: Sequence[object], source: Path
+    ) -> "HFTokenizer":
+        """The tokenizer whose tokenizer.json, tokenizer_config.json and generation_config.json would hold these.
+
+        source: the file they come from, for errors.
+        """
+        tokenizer = cls.__new__(cls)
+        tokenizer._set(content, dict(config), list(eos_ids), source, None)
+        return tokenizer
+
+    def _set(self, content: bytes, config: dict, eos_ids: list, path: Path, eos_token: str | None) -> None:
+        self._json, self._config = content, config
+        if not isinstance(_parse(path, content).get("model"), dict):
             raise ValueError(
                 f"tokenizer: {path} has no 'model' - a tokenizer.json of the Hugging Face `tokenizers` library is "
                 "needed. Save one with `PreTrainedTokenizerFast.save_pretrained(folder)`."
             )
-        self._tokenizer = tokenizers.Tokenizer.from_str(self._json.decode("utf-8"))
+        self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read_config(path.parent / "tokenizer_config.json")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.eos_id = self._find_eos(path, eos_token)
+        ids = [i for listed in eos_ids for i in (listed if isinstance(listed, list) else [listed])]
+        ids = [i for i in ids if type(i) is int and 0 <= i < self.vocab_size]
+        self.eos_id = self._find_eos(path, eos_token, ids)
+        self._stop_ids = tuple(dict.fromkeys([self.eos_id, *ids]))
         self.fingerprint = hashlib.sha256(self._json + f"\neos {self.eos_id}".encode()).hexdigest()
+        self.chat_template = _chat_template(config.get("chat_template"))
+        named = {key: _content(config.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        named["eos_token"] = self._tokenizer.id_to_token(self.eos_id)
+        self.special_tokens = {key: token for key, token in named.items() if isinstance(token, str)}
 
-    def _find_eos(self, path: Path, name: str | None) -> int:
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._stop_ids
+
+    @property
+    def saved_prefixed(self) -> bool:
+        """Whether it was `prefixed` when it was saved. Training reads texts without a prefix, and says so here."""
+        return self._config.get(_PREFIXED) is True
+
+    def prefixed(self) -> "HFTokenizer":
+        """The same, but prompts start with what the file's post-processor puts before a text (`<s>`)."""
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        framed = self._tokenizer.encode("a", add_special_tokens=True).ids
+        starts = (at for at in range(len(framed)) if framed[at : at + len(plain)] == plain)
+        out = copy.copy(self)
+        out.prefix_ids = tuple(framed[: next(starts, 0)])
+        return out
+
+    def _find_eos(self, path: Path, name: str | None, ids: list[int]) -> int:
         if name is not None:
             found = self._tokenizer.token_to_id(name)
             if found is None:
@@ -110,23 +200,15 @@ class HFTokenizer(Tokenizer):
                     "its vocabulary. Name another one."
                 )
             return found
-        for candidate in self._eos_candidates(path.parent):
+        for candidate in (_content(self._config.get("eos_token")), *ids, *_EOS_NAMES):
             found = self._tokenizer.token_to_id(candidate) if isinstance(candidate, str) else candidate
-            if isinstance(found, int) and 0 <= found < self.vocab_size:
+            if isinstance(found, int):
                 return found
         raise ValueError(
             f"tokenizer: no end-of-document token found for {path} - tokenizer_config.json, generation_config.json and "
             f"config.json beside it name none, and the vocabulary holds none of {', '.join(_EOS_NAMES)}. "
             "Pass eos_token='...'."
         )
-
-    def _eos_candidates(self, folder: Path) -> Iterable[object]:
-        token = self._config.get("eos_token")
-        yield token.get("content") if isinstance(token, dict) else token
-        for name in ("generation_config.json", "config.json"):
-            ids = _read_config(folder / name).get("eos_token_id")
-            yield from ids if isinstance(ids, list) else [ids]
-        yield from _EOS_NAMES
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
@@ -142,7 +224,11 @@ class HFTokenizer(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
-        _write_config(folder, {**self._config, "eos_token": self._tokenizer.id_to_token(self.eos_id)})
+        config = {key: value for key, value in self._config.items() if key != _PREFIXED}
+        config["eos_token"] = self._tokenizer.id_to_token(self.eos_id)
+        if self.prefix_ids:
+            config[_PREFIXED] = True
+        _write_config(folder, config)
         write_atomically(folder / "tokenizer.json", self._json)
 
 
@@ -163,15 +249,35 @@ def load_tokenizer(path: str | Path | None = None, *, eos_token: str | None = No
         return ByteTokenizer()
     path = Path(path).expanduser()
     if path.is_dir():
-        if (path / "tokenizer.json").is_file():
-            return HFTokenizer(path / "tokenizer.json", eos_token=eos_token)
-        if _read_config(path / "tokenizer_config.json").get("tokenizer_class") == _BYTE_CLASS:
-            return ByteTokenizer()
+        found = find_tokenizer(path, eos_token=eos_token)
+        if found is not None:
+            return found
         raise FileNotFoundError(
             f"tokenizer: folder {path} holds no tokenizer.json - only that format is read. "
             "Convert a sentencepiece tokenizer.model with `transformers`, or pass 'byte'."
         )
     return HFTokenizer(path, eos_token=eos_token)
+
+
+def find_tokenizer(folder: Path, *, eos_token: str | None = None) -> Tokenizer | None:
+    """The tokenizer that lies in `folder` (Hub or run), or None. Raises what `load_tokenizer` does of a broken one."""
+    if (folder / "tokenizer.json").is_file():
+        return HFTokenizer(folder / "tokenizer.json", eos_token=eos_token)
+    if _read_config(folder / "tokenizer_config.json").get("tokenizer_class") == _BYTE_CLASS:
+        return ByteTokenizer()
+    return None
+
+
+def _content(token: object) -> object:
+    """A special token's text: a plain string, or the `content` of an object."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _chat_template(value: object) -> str | None:
+    """The template of a conversation: the value itself, or the one called "default" in a list of named ones."""
+    if isinstance(value, list):
+        value = next((t.get("template") for t in value if isinstance(t, dict) and t.get("name") == "default"), None)
+    return value if isinstance(value, str) else None
 
 
 def _parse(path: Path, content: bytes) -> dict:

@@ -1,0 +1,162 @@
+"""What a checkpoint is, from its headers alone: no weight is read."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxflash import checkpoint
+from jaxflash.config import ModelConfig
+from jaxflash.gguf.model import open_gguf
+from jaxflash.hf.load import is_hub_folder, open_checkpoint
+from jaxflash.hf.names import places
+from jaxflash.model import count_parameters
+from pallas_kernels.attention.api import explain
+from pallas_kernels.dispatch import Explanation
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorKind:
+    """Tensors that differ only in their layer: how many, one's shape in the file, their precisions, bytes of all."""
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    precisions: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """A checkpoint's configuration and tensors. Prints as a report."""
+
+    path: Path
+    kind: str
+    config: ModelConfig
+    kinds: tuple[TensorKind, ...]
+    attention: Explanation
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, a tied table counted once."""
+        return count_parameters(self.config)
+
+    def __str__(self) -> str:
+        c = self.config
+        loaded = self.parameters * np.dtype(jax.numpy.dtype(c.param_dtype)).itemsize
+        cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * np.dtype(jax.numpy.dtype(c.compute_dtype)).itemsize
+        extras = [
+            name
+            for name, on in (
+                ("QKV bias", c.qkv_bias),
+                ("QK-norm", c.qk_norm),
+                ("tied embeddings", c.tie_embeddings),
+                (f"window of {c.sliding_window}", c.sliding_window is not None),
+                ("Llama-3 rotary scaling", c.rope_scaling is not None),
+            )
+            if on
+        ]
+        width = max(len(kind.name) for kind in self.kinds)
+        rows = [
+            f"  {kind.name:<{width}}  {kind.count:>4} x {kind.shape!s:<16}  {_megabytes(kind.nbytes):>12}  "
+            f"{', '.join(kind.precisions)}"
+            for kind in self.kinds
+        ]
+        lines = [
+            f"{self.path}: {self.kind}",
+            f"model       {c.n_layers} layers, width {c.d_model}, MLP {c.d_ff}, {c.n_heads} query and {c.n_kv_heads} "
+            f"key/value heads of {c.head_dim}, vocabulary {c.vocab_size}, context {c.context}",
+            *([f"            {', '.join(extras)}"] if extras else []),
+            f"parameters  {self.parameters:,}",
+            f"in files    {_megabytes(sum(kind.nbytes for kind in self.kinds))}",
+            f"loaded      {_megabytes(loaded)} as {c.param_dtype}, and {cache:,} bytes of KV cache a token as "
+            f"{c.compute_dtype}",
+            "tensors     of a layer, all layers together; precision as stored",
+            *rows,
+            "reading a prompt of its context would run",
+            *(f"  {line}" for line in str(self.attention).splitlines()),
+        ]
+        return "\n".join(lines)
+
+
+def inspect(path: str | Path) -> Inspection:
+    """Reads the headers of a run folder, a Hub folder or a .gguf file, and checks them as `load` does.
+
+    Raises:
+      FileNotFoundError, ValueError, Unsupported: as `load`.
+    """
+    path = Path(path).expanduser()
+    if path.suffix == ".gguf" or is_hub_folder(path):
+        opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
+        tensors = [(t.name, t.shape, t.stored_as, t.nbytes) for t in opened.stored.values()]
+        kind = "GGUF file" if path.suffix == ".gguf" else "Hugging Face folder"
+        config = opened.config
+    else:
+        config = checkpoint.read_config(path).model
+        steps = checkpoint.saved_steps(path)
+        size = np.dtype(jax.numpy.dtype(config.param_dtype)).itemsize
+        tensors = [
+            (name, place.shape, config.param_dtype, int(np.prod(place.shape)) * size)
+            for name, place in places(config).items()
+        ]
+        kind = f"run folder with checkpoints of steps {steps}" if steps else "run folder without a checkpoint"
+    return Inspection(
+        path=path,
+        kind=kind,
+        config=config,
+        kinds=_kinds(tensors),
+        attention=explain_prompt(config, (1, config.context)),
+    )
+
+
+def explain_prompt(config: ModelConfig, shape: tuple[int, int], *, packed: bool = False) -> Explanation:
+    """Which attention would run on (batch, length) tokens of this model on the current device, and why."""
+    query = jax.ShapeDtypeStruct((*shape, config.n_heads, config.head_dim), config.compute_dtype)
+    key = jax.ShapeDtypeStruct((*shape, config.n_kv_heads, config.head_dim), config.compute_dtype)
+    segments = jax.ShapeDtypeStruct(shape, "int32") if packed else None
+    window = None if config.sliding_window is None else (config.sliding_window - 1, 0)
+    return explain(query, key, key, is_causal=True, segment_ids=segments, local_window_size=window)
+
+
+def _kinds(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> tuple[TensorKind, ...]:
+    groups: dict[str, list[tuple[str, tuple[int, ...], str, int]]] = {}
+    for tensor in tensors:
+        groups.setdefault(re.sub(r"^model\.layers\.\d+\.", "layers.*.", tensor[0]), []).append(tensor)
+    return tuple(
+        TensorKind(
+            name=name,
+            count=len(group),
+            shape=group[0][1],
+            precisions=_precisions([stored_as for _, _, stored_as, _ in group]),
+            nbytes=sum(nbytes for _, _, _, nbytes in group),
+        )
+        for name, group in groups.items()
+    )
+
+
+def _precisions(stored_as: Sequence[str]) -> tuple[str, ...]:
+    """("BF16",), or where layers differ, each with the layers that have it: ("Q4_1 (0, 2-5)", "Q8_0 (1)")."""
+    if len(set(stored_as)) == 1:
+        return (stored_as[0],)
+    return tuple(
+        f"{name} ({_ranges([layer for layer, other in enumerate(stored_as) if other == name])})"
+        for name in dict.fromkeys(stored_as)
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as "0, 2-5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

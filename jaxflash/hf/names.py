@@ -1,0 +1,138 @@
+"""Tensor names of the Hub <-> parameters of the model, and the shape of each by algebra from the configuration."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxflash.config import ModelConfig
+from jaxflash.hf.tensors import StoredTensor
+
+# (tensor, parameter, its shape in the file). Matrices lie there as (out, in), in the model as (in, out).
+_WHOLE = (
+    ("model.embed_tokens.weight", "table", ("vocab", "width")),
+    ("model.norm.weight", "norm/scale", ("width",)),
+    ("lm_head.weight", "head/weight", ("vocab", "width")),
+)
+_LAYER = (
+    ("input_layernorm.weight", "attention_norm/scale", ("width",)),
+    ("self_attn.q_proj.weight", "attention/q/weight", ("queries", "width")),
+    ("self_attn.k_proj.weight", "attention/k/weight", ("keys", "width")),
+    ("self_attn.v_proj.weight", "attention/v/weight", ("keys", "width")),
+    ("self_attn.q_proj.bias", "attention/q/bias", ("queries",)),
+    ("self_attn.k_proj.bias", "attention/k/bias", ("keys",)),
+    ("self_attn.v_proj.bias", "attention/v/bias", ("keys",)),
+    ("self_attn.o_proj.weight", "attention/out/weight", ("width", "queries")),
+    ("self_attn.q_norm.weight", "attention/q_norm/scale", ("head",)),
+    ("self_attn.k_norm.weight", "attention/k_norm/scale", ("head",)),
+    ("post_attention_layernorm.weight", "mlp_norm/scale", ("width",)),
+    ("mlp.gate_proj.weight", "mlp/gate/weight", ("hidden", "width")),
+    ("mlp.up_proj.weight", "mlp/up/weight", ("hidden", "width")),
+    ("mlp.down_proj.weight", "mlp/down/weight", ("width", "hidden")),
+)
+# Left in files by early versions of transformers: a function of the configuration.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_HEAD = "lm_head.weight"
+_FLOATS = ("float32", "float16", "bfloat16")
+_SHOWN = 3
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: the parameter's path, its layer where parameters are stacked, its shape in the file."""
+
+    path: tuple[str, ...]
+    layer: int | None
+    shape: tuple[int, ...]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the model has it the other way round."""
+        return self.path[-1] == "weight"
+
+
+def places(config: ModelConfig) -> dict[str, Place]:
+    """Every tensor that a checkpoint of `config` has, by name, in the order in which it is written."""
+    sizes = {
+        "vocab": config.vocab_size,
+        "width": config.d_model,
+        "queries": config.n_heads * config.head_dim,
+        "keys": config.n_kv_heads * config.head_dim,
+        "head": config.head_dim,
+        "hidden": config.d_ff,
+    }
+
+    def place(parameter: str, layer: int | None, dims: tuple[str, ...]) -> Place:
+        return Place(tuple(parameter.split("/")), layer, tuple(sizes[dim] for dim in dims))
+
+    table, norm, head = ((name, place(parameter, None, dims)) for name, parameter, dims in _WHOLE)
+    layers = [
+        (f"model.layers.{layer}.{name}", place(f"blocks/{parameter}", layer, dims))
+        for layer in range(config.n_layers)
+        for name, parameter, dims in _LAYER
+        if (config.qkv_bias or not name.endswith("bias")) and (config.qk_norm or "_norm." not in name)
+    ]
+    return dict([table, *layers, norm] + ([] if config.tie_embeddings else [head]))
+
+
+def match(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[Place, StoredTensor]]:
+    """Pairs every tensor of the model with the one stored, and looks at no weight.
+
+    Raises:
+      ValueError: tensors that are missing, not expected, of another shape than the configuration's, or no dense floats.
+    """
+    if config.n_layers > len(stored):  # before a list of them all is made: the number may be absurd
+        raise ValueError(
+            f"load: the configuration has n_layers={config.n_layers}, the files {len(stored)} tensors - one of the two "
+            "is of another model. Fetch both again."
+        )
+    wanted = places(config)
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        hint = " If the head is the embedding table, set tie_word_embeddings." if missing == [_HEAD] else ""
+        raise ValueError(
+            f"load: {len(missing)} of {len(wanted)} tensors are missing: {_some(missing)} - the checkpoint is not "
+            f"complete, or the configuration is of another model.{hint}"
+        )
+    extra = [n for n in stored if n not in wanted and not _DERIVED.fullmatch(n) and n != _HEAD]
+    if extra:
+        raise ValueError(
+            f"load: {len(extra)} tensors are not expected: {_some(extra)} - the configuration describes a "
+            "model without them. Fetch both again."
+        )
+    for name, place in wanted.items():
+        if stored[name].shape != place.shape:
+            raise ValueError(
+                f"load: {name!r} has shape={stored[name].shape}, the configuration makes it {place.shape} - one "
+                "of the two is of another model. Fetch both again."
+            )
+        if stored[name].dtype.name not in _FLOATS:
+            raise ValueError(
+                f"load: {name!r} has dtype={stored[name].stored_as!r} - dense weights are {', '.join(_FLOATS)}. "
+                "Use a checkpoint that is not quantised."
+            )
+    return {name: (place, stored[name]) for name, place in wanted.items()}
+
+
+def check_tied_head(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """A tied model's file may hold its head again, if it is the table.
+
+    Raises:
+      ValueError: it is another one, so that the configuration's word that it is tied is wrong.
+    """
+    if not config.tie_embeddings or _HEAD not in stored:
+        return
+    table, head = stored["model.embed_tokens.weight"], stored[_HEAD]
+    same = table.shape == head.shape and table.stored_as == head.stored_as
+    rows = max(1, (4 << 20) // max(table.nbytes // table.shape[0], 1))
+    for start in range(0, table.shape[0] if same else 0, rows):
+        part = (slice(start, start + rows), slice(None))
+        same = same and table.read(part).tobytes() == head.read(part).tobytes()
+    if not same:
+        raise ValueError(
+            f"load: config.json has tie_word_embeddings=true, but {_HEAD!r} is not the embedding table - which one is "
+            "the head is not defined. Set tie_word_embeddings to false to use it."
+        )
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + rest
