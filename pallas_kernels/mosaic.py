@@ -3,8 +3,11 @@
 Each inline function carries `interpret`, the same thing in words that tests/mosaic/interpreter.py can run on a CPU.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -192,6 +195,24 @@ def pass_turn(turns: Any, index: Any) -> None:
         "@p red.release.gpu.global.add.s32 [$0], 1; }",
         ("turn.add",), turns, index,
     )  # fmt: skip
+
+
+def with_zeros(
+    size: int, launch: Callable[[Any], Sequence[Any]], out_type: Sequence[jax.ShapeDtypeStruct]
+) -> list[jax.Array]:
+    """launch(ref): the results of a kernel that counts in int32 (size,) of global memory, zeros when it starts.
+
+    The ref lives for this call only. One made by `jax.new_ref` is an effect of the program, which neither
+    custom_partitioning nor jit around a custom derivative lowers (jax 0.11).
+    """
+
+    def run(refs: Any) -> None:
+        zeros, outs = refs
+        for ref, x in zip(outs, launch(zeros), strict=True):
+            ref[...] = x
+
+    outs = [jnp.zeros(x.shape, x.dtype) for x in out_type]
+    return pl.run_state(run)((jnp.zeros(size, jnp.int32), outs))[1]
 
 
 def take(counter: Any) -> Any:

@@ -103,9 +103,23 @@ def each[J](run: Callable[[J], Any], jobs: Iterable[J], *, workers: int, seconds
         process.kill()
 
 
+class _Alone:
+    """The lock of the GPU as a context; a worker that died with it, or hangs, is told instead of waited for."""
+
+    def __init__(self, lock: Any, seconds: float = 120.0):
+        self.lock, self.seconds = lock, seconds
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(timeout=self.seconds):
+            raise RuntimeError(f"timing: another worker has held the GPU for {self.seconds:.0f} s - it hangs or died.")
+
+    def __exit__(self, *_: Any) -> None:
+        self.lock.release()
+
+
 def _work(run: Callable[[Any], Any], todo: Any, done: Any, lock: Any) -> None:
     global _gpu
-    _gpu = lock
+    _gpu = _Alone(lock)
     for index, job in iter(todo.get, None):
         done.put((index, _result(run, job)))
 
@@ -114,7 +128,7 @@ def _result(run: Callable[[Any], Any], job: Any) -> Any:
     # What a kernel that does not compile, or does not run, raises.
     try:
         return run(job)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, NotImplementedError, TypeError, LookupError, AssertionError) as error:
         return f"{type(error).__name__}: {str(error)[:500]}"
 
 

@@ -13,7 +13,6 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +109,13 @@ def tune(chosen: list[Problem], *, workers: int, seconds: float) -> tuple[list[d
     """(rows of tuned.json, what went wrong), for the problems whose candidates could all be timed or refused."""
     errors: list[str] = []
     times: dict[Problem, dict[Any, float]] = {problem: {} for problem in chosen}
+    unanswered = dict.fromkeys(chosen, 0)
 
-    def time_all(jobs: Iterable[Job]) -> None:
+    def time_all(jobs: list[Job]) -> None:
+        for problem, _ in jobs:
+            unanswered[problem] += 1
         for (problem, config), result in each(run, jobs, workers=workers, seconds=seconds / 2):
+            unanswered[problem] -= 1
             if isinstance(result, str):
                 errors.append(f"{problem.name}, {config}: {result}")
                 continue
@@ -127,7 +130,10 @@ def tune(chosen: list[Problem], *, workers: int, seconds: float) -> tuple[list[d
             best = min(of, key=of.__getitem__)
             shares += [(problem, config) for config in hopper_config.cache_shares(best)]
     time_all(shares)
-    return [row for problem, of in times.items() if (row := _row(problem, of))], errors
+    errors += [
+        f"{problem.name}: {n} candidates were left when the time was over" for problem, n in unanswered.items() if n
+    ]
+    return [row for problem, of in times.items() if not unanswered[problem] and (row := _row(problem, of))], errors
 
 
 def _row(problem: Problem, times: dict[Any, float]) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import _check_vma  # pyright: ignore[reportPrivateUsage]
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -193,15 +194,23 @@ class _Kernel:
         primitive.def_abstract_eval(
             lambda query, *_, call, jaxpr: [x.update(manual_axis_type=query.manual_axis_type) for x in jaxpr.out_avals]
         )
-        lower = mlir.lower_fun(lambda *arrays, call, jaxpr: jaxpr_as_fun(jaxpr)(*arrays), multiple_results=True)
-        mlir.register_lowering(primitive, lower)
+        mlir.register_lowering(primitive, mlir.lower_fun(self.lower, multiple_results=True))
         batching.primitive_batchers[primitive] = self.batch
+
+    @staticmethod
+    def lower(*arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
+        with _check_vma(False):
+            return jaxpr_as_fun(jaxpr)(*arrays)
 
     def batch(self, arrays: Sequence[Any], dims: Sequence[Any], *, call: _Call, jaxpr: Any) -> tuple[Any, Any]:
         return _fold(self, arrays, dims, call=call)  # the jaxpr is of the sizes without the mapped axis
 
     def __call__(self, *arrays: Any, call: _Call) -> list[Any]:
-        return self.primitive.bind(*arrays, call=call, jaxpr=self.compiled.trace(call, *arrays).jaxpr)
+        # Without the marks of a shard_map around it that checks how values vary: with them, jax has no kernels.
+        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+        with _check_vma(False):
+            jaxpr = self.compiled.trace(call, *plain).jaxpr
+        return self.primitive.bind(*arrays, call=call, jaxpr=jaxpr)
 
 
 def _attention_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call, jaxpr: Any) -> tuple[Any, Any]:

@@ -181,19 +181,19 @@ def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array)
     names = tuple(smem)
     inputs = ("query", "key", "value", "plan")
     inputs += ("facts",) * kernel.dynamic + ("query_ids", "kv_ids") * spec.segments
-    taken = [jax.new_ref(jnp.zeros((1,), i32))] * kernel.persistent
     inputs += ("taken",) * kernel.persistent
 
     def body(*refs):
         gmem = dict(zip((*inputs, "out", "lse"), refs, strict=False))
         _body(kernel, gmem, dict(zip(names, refs[len(gmem) :], strict=True)))
 
+    out_type = (
+        jax.ShapeDtypeStruct((B, T, N, H_v), dtype),
+        jax.ShapeDtypeStruct((B, N, kernel.q_tiles * config.q_block), f32),
+    )
     launch = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct((B, T, N, H_v), dtype),
-            jax.ShapeDtypeStruct((B, N, kernel.q_tiles * config.q_block), f32),
-        ),
+        out_type=out_type,
         scratch_types=list(smem.values()),
         grid=(kernel.ctas,),
         grid_names=("cta",),
@@ -207,7 +207,11 @@ def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array)
             reduction_scratch_bytes=0,
         ),
     )
-    return launch(query, key, value, *side, *taken)
+    operands = (query, key, value, *side)
+    if not kernel.persistent:
+        return launch(*operands)
+    out, lse = mosaic.with_zeros(1, lambda taken: launch(*operands, taken), out_type)
+    return out, lse
 
 
 def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:

@@ -395,14 +395,14 @@ def _scratch(c: _Call) -> dict[str, Any]:
 
 def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
     """(dq in float32 and not scaled, padded to whole blocks; dk; dv)."""
-    turns = jax.new_ref(jnp.zeros(c.B * c.N * c.nq * _COMPUTE, _I32))
+    out_type = (
+        jax.ShapeDtypeStruct((c.B, c.nq * c.q_block, c.N, c.D), _F32),
+        jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
+        jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
+    )
     kernel = plgpu.kernel(
         lambda *refs, **scratch: _body(c, (*operands, "turns"), *refs, **scratch),
-        out_type=(
-            jax.ShapeDtypeStruct((c.B, c.nq * c.q_block, c.N, c.D), _F32),
-            jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
-            jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
-        ),
+        out_type=out_type,
         grid=(c.B * c.K * c.nkv,),
         grid_names=("cta",),
         num_threads=_COMPUTE + 1,
@@ -416,7 +416,9 @@ def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
         ),
         scratch_types=_scratch(c),
     )
-    return kernel(*operands.values(), turns)
+    counters = c.B * c.N * c.nq * _COMPUTE
+    dq, dk, dv = mosaic.with_zeros(counters, lambda turns: kernel(*operands.values(), turns), out_type)
+    return dq, dk, dv
 
 
 def backward(

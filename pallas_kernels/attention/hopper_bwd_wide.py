@@ -281,11 +281,9 @@ def _query_gradients(c: _Call, at: Any, refs: SimpleNamespace) -> None:
     def _(i):
         qi, head = at.step(i)
         buffer = _rem(i, c.config.buffers)
-        stores = _I32(0)
         plgpu.barrier_wait(refs.ds_ready.at[buffer])
-        if c.config.ordered:
-            stores = (_turn(c, at, refs, i)[0] == 0).astype(_I32)
-            mosaic.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
+        stores = (_turn(c, at, refs, i)[0] == 0).astype(_I32)
+        mosaic.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
 
         @pl.loop(0, parts)
         def _(part):
@@ -297,8 +295,7 @@ def _query_gradients(c: _Call, at: Any, refs: SimpleNamespace) -> None:
             dq = pl.run_scoped(product, ACC((BLOCK, BLOCK), _F32))
             _add(refs.dq.at[at.b, head, qi, part], dq, stores)
 
-        if c.config.ordered:
-            mosaic.named_barrier_sync(_I32(_ADDED), _C_AND_WARP)
+        mosaic.named_barrier_sync(_I32(_ADDED), _C_AND_WARP)
         plgpu.barrier_arrive(refs.buffer_free.at[buffer])
 
     plgpu.barrier_arrive(refs.done)
@@ -432,9 +429,8 @@ def _warps(c: _Call, at: Any, refs: SimpleNamespace) -> None:
     @plgpu.warp_map
     def _(warp):
         pl.when(warp == 0)(lambda: _load(c, at, refs))
-        if c.config.ordered:
-            pl.when(warp == 1)(lambda: _wait_turns(c, at, refs))
-            pl.when(warp == 2)(lambda: _pass_turns(c, at, refs))
+        pl.when(warp == 1)(lambda: _wait_turns(c, at, refs))
+        pl.when(warp == 2)(lambda: _pass_turns(c, at, refs))
 
 
 def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
@@ -483,18 +479,13 @@ def _scratch(c: _Call) -> dict[str, Any]:
 
 def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
     """(dq in float32, not scaled, in the order of `_add`; dk; dv)."""
-    dq = jax.ShapeDtypeStruct((c.B, c.N, c.nq, c.D // BLOCK, 8, 128, 4), _F32)
     outputs = {
         "dk": jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
         "dv": jax.ShapeDtypeStruct((c.B, c.S, c.K, c.H_v), c.dtype),
+        "dq": jax.ShapeDtypeStruct((c.B, c.N, c.nq, c.D // BLOCK, 8, 128, 4), _F32),
     }
-    if c.config.ordered:
-        operands = operands | {"turns": jax.new_ref(jnp.zeros(c.B * c.N * c.nq, _I32))}
-        outputs["dq"] = dq
-    else:
-        operands = operands | {"dq": jax.new_ref(jnp.zeros(dq.shape, dq.dtype))}
     kernel = plgpu.kernel(
-        lambda *refs, **scratch: _body(c, (*operands, *outputs), *refs, **scratch),
+        lambda *refs, **scratch: _body(c, (*operands, "turns", *outputs), *refs, **scratch),
         out_type=tuple(outputs.values()),
         grid=(c.B * c.K * c.nkv,),
         grid_names=("cta",),
@@ -511,8 +502,9 @@ def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
         ),
         scratch_types=_scratch(c),
     )
-    dk, dv, *rest = kernel(*operands.values())
-    return rest[0] if rest else operands["dq"][...], dk, dv
+    out_type = tuple(outputs.values())
+    dk, dv, dq = mosaic.with_zeros(c.B * c.N * c.nq, lambda turns: kernel(*operands.values(), turns), out_type)
+    return dq, dk, dv
 
 
 def backward(
@@ -532,7 +524,7 @@ def backward(
     kv_segments: Int[Array, "B S"] | None = None,
     config: WideConfig | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
-    """(dq, dk, dv) in the input dtypes, of head dims up to 256; the same bits at every call if `config.ordered`.
+    """(dq, dk, dv) in the input dtypes, of head dims up to 256; the same bits at every call.
 
     `lse` is -inf for queries that see no key, and NaN for those that see a key or a value that is not finite.
     """

@@ -78,14 +78,12 @@ class WideConfig:
 
     `slots` steps of Q and dO, and `buffers` tiles of P or dS, are in shared memory.
     `cluster`: CTAs, of neighbouring keys, that load Q and dO together, each its part for all.
-    `ordered`: dQ is summed in the order of the keys, and the same bits come out at every run; otherwise in any order.
     `l2_mib`: heads run side by side as long as their Q, dO and float32 dQ fit into so many MiB.
     """
 
     slots: int = 2
     buffers: int = 3
     cluster: int = 1
-    ordered: bool = True
     l2_mib: int = 32
 
     def __post_init__(self):
@@ -100,7 +98,7 @@ class WideConfig:
 
     def __str__(self) -> str:
         words = [f"64 queries x 64 keys, {self.slots} steps ahead, {self.l2_mib} MiB of heads side by side"]
-        words += [f"clusters of {self.cluster}"] * (self.cluster > 1) + ["dQ in any order"] * (not self.ordered)
+        words += [f"clusters of {self.cluster}"] * (self.cluster > 1)
         return ", ".join(words)
 
 
@@ -259,14 +257,3 @@ def why_not(spec: AttentionSpec, device: Device) -> str | None:
     if spec.traced_scale:
         return "the scale must be a Python number, not an array"
     return None
-
-
-def _heads_per_group(spec: AttentionSpec) -> int:
-    """Query heads whose tiles run side by side: a divisor of all of them, whose keys and values share the L2 cache.
-
-    Groups of 16 MiB at most; at 8k causal, head dim 128, groups of 2 heads gave 654 TFLOP/s, 1 head 631, 16 heads 645
-    and 6 heads, which do not divide the 32, 627 (H200, 2026-11).
-    """
-    bytes_per_head = 2 * spec.S * (spec.H + spec.H_v) / spec.G
-    most = max(1, int(16 * 2**20 / bytes_per_head))
-    return max(n for n in range(1, min(most, spec.B * spec.N) + 1) if spec.B * spec.N % n == 0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import time
 
@@ -99,6 +100,24 @@ def test_jobs_are_timed_one_at_a_time_and_errors_are_results(workers):
     spans = sorted((start, stop) for _, start, stop in results.values())
     assert all(stop <= start for (_, stop), (start, _) in zip(spans[:-1], spans[1:], strict=True))
     assert (os.getpid() in {pid for pid, _, _ in results.values()}) == (workers == 1)
+
+
+def test_a_worker_that_keeps_the_gpu_is_told():
+    lock = multiprocessing.get_context("spawn").Lock()
+    lock.acquire()
+    with pytest.raises(RuntimeError, match="another worker has held the GPU"), timing._Alone(lock, 0.01):
+        pass
+
+
+@pytest.mark.parametrize("answers, rows", [(100, 1), (5, 0)])
+def test_a_problem_whose_candidates_were_not_all_timed_has_no_row(answers, rows, monkeypatch):
+    def each(run, jobs, *, workers, seconds):
+        yield from [(job, 1.0) for job in jobs][:answers]
+
+    monkeypatch.setattr(tune, "each", each)
+    problem = tune.Problem(kernel="forward", H=64, H_v=64, is_causal=True, length=2048)
+    found, errors = tune.tune([problem], workers=1, seconds=1.0)
+    assert (len(found), len(errors)) == (rows, 1 - rows)
 
 
 def test_jobs_end_when_their_time_is_over():

@@ -59,7 +59,6 @@ CONFIGS = {
     "four": WideConfig(cluster=4),
     "two_buffers": WideConfig(buffers=2),
     "three_slots": WideConfig(slots=3, cluster=2),
-    "any_order": WideConfig(ordered=False),
 }
 
 
@@ -113,7 +112,7 @@ def interpret(case: Case, change: Any = None, config: WideConfig | None = None) 
         oracle, plain = attention(**exact), attention(**plain)
     # Together the CTAs wait for each other's turns, and races are seen; a few of them are all that fit.
     # Added in any order, dQ would rightly be one, so that such CTAs run one after another.
-    together = (case.B * case.K * -(-case.S // 64)) <= 4 and (config is None or config.ordered)
+    together = (case.B * case.K * -(-case.S // 64)) <= 4
     with interpreted(together=together, detect_races=together):
         got = backward(
             case, arguments, cotangents, jnp.asarray(oracle.out, case.dtype), jnp.asarray(oracle.lse, jnp.float32),
@@ -252,5 +251,5 @@ def test_every_candidate_lowers_for_cuda(H, H_v):
     one = case(T=264, S=264, H=H, H_v=H_v, query_runs=((0, 200), (1, 64)), is_causal=True)
     (candidate,) = hopper_config.backward_candidates(one.spec())
     assert candidate == hopper_config.backward_default(one.spec()) == WideConfig(l2_mib=128)
-    for config in (WideConfig(l2_mib=128), WideConfig(cluster=2), WideConfig(cluster=4), WideConfig(ordered=False)):
+    for config in (WideConfig(l2_mib=128), WideConfig(cluster=2), WideConfig(cluster=4)):
         assert "mosaic_gpu" in lower(one, config)

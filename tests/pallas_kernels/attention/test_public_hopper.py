@@ -75,6 +75,37 @@ def test_on_a_mesh_nothing_is_gathered():
     assert "all_gather" not in text and "all_to_all" not in text
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_inside_a_shard_map_of_the_users(head_dim, check_vma):
+    """Which may check how values vary (jax's default), where jax takes no kernel as it is."""
+    mesh = make_mesh({"data": 2}, devices=jax.devices()[:2])
+    q = jax.ShapeDtypeStruct((4, 256, 2, head_dim), jnp.bfloat16)
+
+    def local(q, k, v):
+        return jax.grad(lambda *x: api.dot_product_attention(*x, is_causal=True).astype(jnp.float32).sum(), (0, 1, 2))(
+            q, k, v
+        )
+
+    with jax.set_mesh(mesh):
+        split = jax.shard_map(local, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+        text = jax.jit(split).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") >= 2
+
+
+def test_on_several_devices_without_a_mesh_in_force():
+    """Split by custom_partitioning, which lowers no program that keeps a ref."""
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, P("data", None, "tensor"))
+    q = jax.ShapeDtypeStruct((4, 512, 4, 64), jnp.bfloat16, sharding=sharding)
+
+    def loss(q, k, v):
+        return api.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, q, q).lower(lowering_platforms=("cuda",))
+    assert "CustomSPMDPartitioning" in lowered.as_text()
+
+
 @pytest.mark.parametrize(
     "device, reason",
     [
