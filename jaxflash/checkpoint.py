@@ -157,7 +157,7 @@ def read_config(run: Path) -> TrainConfig:
     """
     path = run / "config.json"
     if not path.is_file():
-        what = "is not a run folder (no config.json)" if run.is_dir() else "does not exist"
+        what = "is not a run folder (no config.json)" if run.exists() else "does not exist"
         raise FileNotFoundError(
             f"load: {str(run)!r} {what}. Give the folder that `jaxflash train --out` "
             "wrote, a Hugging Face folder or a .gguf file."

@@ -34,7 +34,7 @@ def generate(
     """Continues each prompt: the new text only, without the stop token.
 
     model: a LanguageModel, or what `load` takes. An empty prompt starts a new document. Generation of a row ends at a
-    stop token (default: the tokenizer's end of text), or after `max_new_tokens`.
+    stop token (default: any of the tokenizer's `stop_ids`), or after `max_new_tokens`.
 
     Raises:
       ValueError: no prompts, or a prompt that with `max_new_tokens` is longer than the model's context.

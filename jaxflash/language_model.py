@@ -57,13 +57,12 @@ def load(
     """
     path = Path(path).expanduser()
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
-    foreign = path.suffix == ".gguf" or is_hub_folder(path)
-    if not foreign:
+    if not is_foreign(path):
         return _load_run(path, step, mesh, param_dtype)
     if step is not None:
         raise ValueError(f"load: {step=} - only run folders have steps, and {str(path)!r} is none. Leave it out.")
     opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
-    tokenizer = _foreign_tokenizer(path)
+    tokenizer = foreign_tokenizer(path)
     config, params = load_params(opened, mesh, param_dtype=param_dtype, on_tensor=on_tensor)
     return LanguageModel(config, params, tokenizer)
 
@@ -83,15 +82,15 @@ def save(
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.
-      OSError: too little free space, found before anything is written.
-      Unsupported: no published architecture has the configuration's switches.
+      OSError: too little free space, found before anything is written; or the first of several processes failed.
+      Unsupported: no published architecture has the configuration's switches, or weights are packed to 4 bits.
       ValueError: dtype is float16 and a weight is beyond its range.
     """
     save_folder(
         model.config,
         model.params,
         model.tokenizer,
-        Path(path).expanduser(),
+        Path(path),
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         on_tensor=on_tensor,
@@ -116,7 +115,12 @@ def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None
     return LanguageModel(model, params, tokenizer)
 
 
-def _foreign_tokenizer(path: Path) -> Tokenizer:
+def is_foreign(path: Path) -> bool:
+    """Whether `path` is no run folder of ours, but one of the Hub or a GGUF file."""
+    return path.suffix == ".gguf" or is_hub_folder(path)
+
+
+def foreign_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer beside the weights; else the one inside a GGUF; else none, told where text is first used."""
     is_gguf = path.suffix == ".gguf"
     folder = path.parent if is_gguf else path

@@ -17,6 +17,7 @@ from jaxflash.atomic import write_atomically
 
 _BYTE_CLASS = "jaxflash.ByteTokenizer"
 _PREFIXED = "jaxflash_prompt_prefix"  # in a tokenizer_config.json of ours
+_MAX_BYTES = 100_000_000  # of a file; the largest published tokenizer.json has a third of it
 # Tried in this order when no file beside tokenizer.json names the end of a text. `<|endoftext|>` stands first because
 # a chat model has an end-of-turn token as well, and the separator of documents is the former.
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<end_of_text>", "</s>", "<eos>", "<EOS>", "[EOS]", "<|eos|>")
@@ -41,6 +42,10 @@ class Tokenizer(ABC):
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return (self.eos_id,)
+
+    def special_id(self, key: str) -> int | None:
+        """The id of `special_tokens[key]`; None where there is none."""
+        return None
 
     def encode_prompt(self, text: str) -> Int32[np.ndarray, " tokens"]:
         """The ids that a model reads before it continues `text`: `prefix_ids`, then those of the text."""
@@ -135,10 +140,8 @@ class HFTokenizer(Tokenizer):
         config = _read_config(path.parent / "tokenizer_config.json")
         jinja = path.with_name("chat_template.jinja")
         if jinja.is_file():  # where transformers keeps it since v4.50; it wins over the configuration's
-            config["chat_template"] = jinja.read_text(encoding="utf-8")
-        self._set(
-            path.read_bytes(), config, [values.get("eos_token_id") for values in beside.values()], path, eos_token
-        )
+            config["chat_template"] = _text(jinja)
+        self._set(_read(path), config, [values.get("eos_token_id") for values in beside.values()], path, eos_token)
 
     @classmethod
     def from_json(
@@ -159,7 +162,14 @@ class HFTokenizer(Tokenizer):
                 f"tokenizer: {path} has no 'model' - a tokenizer.json of the Hugging Face `tokenizers` library is "
                 "needed. Save one with `PreTrainedTokenizerFast.save_pretrained(folder)`."
             )
-        self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        try:
+            # Of the library's constructors, the one whose error has a type of its own.
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise ValueError(
+                f"tokenizer: {path} is no tokenizer ({error}) - a tokenizer.json of the Hugging Face `tokenizers` "
+                "library is needed. Fetch it again, or save it anew with `transformers`."
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -176,6 +186,10 @@ class HFTokenizer(Tokenizer):
     @property
     def stop_ids(self) -> tuple[int, ...]:
         return self._stop_ids
+
+    def special_id(self, key: str) -> int | None:
+        token = self.special_tokens.get(key)
+        return None if token is None else self._tokenizer.token_to_id(token)
 
     @property
     def saved_prefixed(self) -> bool:
@@ -226,6 +240,8 @@ class HFTokenizer(Tokenizer):
         folder = Path(folder)
         config = {key: value for key, value in self._config.items() if key != _PREFIXED}
         config["eos_token"] = self._tokenizer.id_to_token(self.eos_id)
+        # Without a class transformers takes the model's usual one, which may cut text in its own way.
+        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if self.prefix_ids:
             config[_PREFIXED] = True
         _write_config(folder, config)
@@ -283,7 +299,10 @@ def _chat_template(value: object) -> str | None:
 def _parse(path: Path, content: bytes) -> dict:
     try:
         parsed = json.loads(content)
-    except ValueError as error:  # json.JSONDecodeError and UnicodeDecodeError
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no JSON, no UTF-8, an integer of absurd length, or nested too deeply
         raise ValueError(
             f"tokenizer: {path} is not JSON ({error}) - the file is damaged, or a Git LFS pointer. Fetch it again."
         ) from error
@@ -295,7 +314,21 @@ def _parse(path: Path, content: bytes) -> dict:
 
 
 def _read_config(path: Path) -> dict:
-    return _parse(path, path.read_bytes()) if path.is_file() else {}
+    return _parse(path, _read(path)) if path.is_file() else {}
+
+
+def _read(path: Path) -> bytes:
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise ValueError(f"tokenizer: {path} has {size=} bytes - at most {_MAX_BYTES}. Is it the right file?")
+    return path.read_bytes()
+
+
+def _text(path: Path) -> str:
+    try:
+        return _read(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tokenizer: {path} is not UTF-8 text ({error}). Fetch it again.") from error
 
 
 def _write_config(folder: Path, config: dict) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxflash.hf.documents import MAX_BYTES
 from jaxflash.hf.tensors import MappedFile
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -55,7 +56,7 @@ def read_header(path: Path) -> Header:
             f"load: {path.name!r} has {path.stat().st_size} bytes - a GGUF header has more. Fetch it again."
         )
     mapped = MappedFile(path)
-    cursor = _Cursor(mapped.bytes, path.name)
+    cursor = _Cursor(mapped.bytes[:MAX_BYTES], path.name)
     magic, version = cursor.take(4), cursor.number("I")
     if magic != b"GGUF" or version not in _VERSIONS:
         raise ValueError(
@@ -89,7 +90,7 @@ def read_header(path: Path) -> Header:
 
 
 class _Cursor:
-    """Reads values one after the other, and never past the end."""
+    """Reads values one after the other, and never past the end: of the file, or of what a header may take."""
 
     def __init__(self, data: np.ndarray, what: str):
         self._data, self._what, self.at = memoryview(data), what, 0
@@ -99,7 +100,7 @@ class _Cursor:
 
     def take(self, size: int) -> bytes:
         if size > len(self._data) - self.at:
-            raise self.broken(f"{size} bytes more announced than it holds")
+            raise self.broken(f"{size} bytes announced, more than it holds or a header may have ({MAX_BYTES}),")
         self.at += size
         return bytes(self._data[self.at - size : self.at])
 
@@ -110,7 +111,7 @@ class _Cursor:
         """A number of things that take `least` bytes each, or more."""
         count = self.number("Q")
         if count * least > len(self._data) - self.at:
-            raise self.broken(f"{count} items announced, more than fit into the file,")
+            raise self.broken(f"{count} items announced, more than it holds or a header may have ({MAX_BYTES} bytes),")
         return count
 
     def text(self) -> str:

@@ -38,6 +38,8 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+# Keys of what the model does not have, with the value that says so.
+_ABSENT = (("expert_count", 0), ("attention.sliding_window", 0))
 # Elements that are dequantised at a time; the package keeps several float32 copies of them.
 _BLOCK = 1 << 18
 
@@ -76,11 +78,10 @@ def _config(header: Header) -> ModelConfig:
         problems.append(
             f"split.count={values['split.count']}; the parts must be merged first (llama-gguf-split --merge)"
         )
-    for key, served in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), ("expert_count", 0)):
+    for key, served in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), *_ABSENT):
         if values.get(f"{name}.{key}", served) != served:
             problems.append(f"{name}.{key}={values[f'{name}.{key}']}; {served} is served")
-    if values.get(f"{name}.rope.scaling.type", "none") != "none":
-        problems.append(f"{name}.rope.scaling.type={values[f'{name}.rope.scaling.type']!r}; only llama3's is served")
+    problems += _rope_problems(values, f"{name}.rope.")
     if problems:
         raise Unsupported(f"load: {header.path.name!r} with {'; '.join(problems)}.", [(name, p) for p in problems])
     table = header.tensors.get("token_embd.weight")
@@ -103,30 +104,45 @@ def _config(header: Header) -> ModelConfig:
     )
 
 
+def _rope_problems(values: Mapping[str, Any], prefix: str) -> list[str]:
+    """Scaling of positions. As in llama.cpp, a factor without a type is linear, and 0 is the same as 1."""
+    kind = values.get(f"{prefix}scaling.type", "linear")
+    factor = values.get(f"{prefix}scaling.factor", values.get(f"{prefix}scale_linear", 0))
+    attention = values.get(f"{prefix}scaling.attn_factor", 1)
+    problems = []
+    if kind not in ("none", "linear") or (kind == "linear" and factor not in (0, 1)):
+        problems.append(f"rotary scaling of type {kind!r} and {factor=}; only llama3's is served")
+    if attention not in (0, 1):
+        problems.append(f"{prefix}scaling.attn_factor={attention!r}; 1 is served")
+    return problems
+
+
 def _rope_scaling(header: Header, head_dim: int, theta: float) -> RopeScaling | None:
     """llama.cpp stores what Llama-3 scaling divides each frequency by; only the published kind of it is recognised."""
     info = header.tensors.get(_ROPE_FACTORS)
     if info is None:
         return None
-    factors = _stored(_ROPE_FACTORS, info, header, None).read((slice(None),) * len(info.shape)).reshape(-1)
-    scaling = RopeScaling(factor=max(float(factors.max()), 1.0))
-    with jax.ensure_compile_time_eval():
-        divided = rotary_frequencies(head_dim, theta, None) / rotary_frequencies(head_dim, theta, scaling)
-    # Both sides are a few float32 operations of numbers up to `factor`; a wrong kind is off by far more.
-    if factors.shape != divided.shape or not np.allclose(factors, np.asarray(divided), rtol=1e-4):
-        reason = f"{_ROPE_FACTORS} is not Llama-3 scaling with the published frequencies and context"
-        raise Unsupported(f"load: {header.path.name!r}: {reason}. Use the model's safetensors.", [("rotary", reason)])
-    return scaling
+    # The shape first: a head_dim that only the header claims must not decide how much is computed.
+    if info.shape == (head_dim // 2,):
+        factors = _stored(_ROPE_FACTORS, info, header, None).read((slice(None),))
+        scaling = RopeScaling(factor=max(float(factors.max()), 1.0))
+        with jax.ensure_compile_time_eval():
+            divided = rotary_frequencies(head_dim, theta, None) / rotary_frequencies(head_dim, theta, scaling)
+        # Both sides are a few float32 operations of numbers up to `factor`; a wrong kind is off by far more.
+        if np.allclose(factors, np.asarray(divided), rtol=1e-4):
+            return scaling
+    reason = f"{_ROPE_FACTORS} is not Llama-3 scaling with the published frequencies and context"
+    raise Unsupported(f"load: {header.path.name!r}: {reason}. Use the model's safetensors.", [("rotary", reason)])
 
 
 def _hub_name(name: str) -> str:
-    """The Hub's name for one of ggml's; a name that is none of them is kept, and then is not expected."""
+    """The Hub's name for one of ggml's; one that is none of them is marked, so that it is no Hub name by chance."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _WHOLE:
         return f"{_WHOLE[parts[0]]}.{parts[1]}"
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER:
         return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"
-    return name
+    return f"(ggml) {name}"
 
 
 def _stored(name: str, info: TensorInfo, header: Header, heads: int | None) -> StoredTensor:
@@ -142,12 +158,7 @@ def _stored(name: str, info: TensorInfo, header: Header, heads: int | None) -> S
             f"load: {name!r} of shape={info.shape} and type {kind} has no whole blocks of {block}, or reaches beyond "
             f"the end of {header.path.name!r} - the file is truncated. Fetch it again."
         )
-    order = None
-    if heads is not None:
-        if math.prod(info.shape) // info.shape[-1] % (2 * heads):
-            raise ValueError(f"load: {name!r} of shape={info.shape} has no {heads} heads of pairs. Fetch it again.")
-        order = _from_neighbours(info.shape[0], heads)
-    read = functools.partial(_read, header.mapped, info, GGMLQuantizationType[kind], order)
+    read = functools.partial(_read, header.mapped, info, GGMLQuantizationType[kind], heads)
     return StoredTensor(
         name=name,
         shape=info.shape,
@@ -165,15 +176,18 @@ def _from_neighbours(rows: int, heads: int) -> Int[np.ndarray, " rows"]:
 
 
 def _read(
-    mapped: MappedFile, info: TensorInfo, kind: GGMLQuantizationType, order: Any, index: Index
+    mapped: MappedFile, info: TensorInfo, kind: GGMLQuantizationType, heads: int | None, index: Index
 ) -> Shaped[np.ndarray, "..."]:
-    """The rectangle `index`, dequantised a few rows at a time."""
+    """The rectangle `index`, dequantised a few rows at a time. heads: rotary pairs are neighbours in so many heads.
+
+    Called once the shape is known to be the configuration's, so that the rows are whole heads of pairs.
+    """
     matrix = info.shape if len(info.shape) == 2 else (1, math.prod(info.shape))
     rows, columns = index if len(info.shape) == 2 else (slice(None), index[-1])
     block, block_bytes = GGML_QUANT_SIZES[kind]
     row_bytes = matrix[1] // block * block_bytes
     source = mapped.bytes[info.offset : info.offset + matrix[0] * row_bytes].reshape(matrix[0], row_bytes)
-    chosen = (np.arange(matrix[0]) if order is None else order)[rows]
+    chosen = (np.arange(matrix[0]) if heads is None else _from_neighbours(matrix[0], heads))[rows]
     dtype = _DENSE.get(kind.name, np.dtype(np.float32))
     out = np.empty((len(chosen), len(range(*columns.indices(matrix[1])))), dtype)
     step = max(_BLOCK // matrix[1], 1)
@@ -181,7 +195,11 @@ def _read(
         raw = source[chosen[start : start + step]]
         values = raw.view(dtype) if kind.name in _DENSE else dequantize(raw, kind)
         out[start : start + step] = values[:, columns]
-    mapped.forget(info.offset, info.offset + matrix[0] * row_bytes)
+        if heads is None:  # else the next rows lie on the same pages
+            first, last = int(chosen[start]), int(chosen[start : start + step][-1])
+            mapped.forget(info.offset + first * row_bytes, info.offset + (last + 1) * row_bytes)
+    if heads is not None:
+        mapped.forget(info.offset, info.offset + matrix[0] * row_bytes)
     return out if len(info.shape) == 2 else out[0]
 
 

@@ -67,6 +67,11 @@ def gguf_tokenizer(path: Path) -> HFTokenizer | None:
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     kinds = values.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list):
+        raise ValueError(
+            f"load: {path.name!r} has tokenizer.ggml.token_type={kinds!r} - must be a list, a number for each token. "
+            "Put the model's tokenizer.json beside the file."
+        )
     for text, kind in zip(tokens, kinds, strict=False):
         if kind in (_CONTROL, _USER_DEFINED):
             tokenizer.add_tokens([AddedToken(text, special=kind == _CONTROL, normalized=False)])
@@ -79,9 +84,7 @@ def gguf_tokenizer(path: Path) -> HFTokenizer | None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))]
         )
-    # Without the class, transformers would take the model's usual one, which may cut text in its own way.
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config |= {key: token for key, token in named.items() if token is not None}
+    config: dict[str, Any] = {key: token for key, token in named.items() if token is not None}
     if isinstance(values.get("tokenizer.chat_template"), str):
         config["chat_template"] = values["tokenizer.chat_template"]
     # The end of a turn, which a chat model says and a document does not have, is a key of its own.

@@ -117,13 +117,13 @@ def from_model_config(config: ModelConfig, dtype: str, token_ids: Mapping[str, A
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": _rope_values(config.rope_scaling),
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
         "torch_dtype": dtype,
         **token_ids,
     }
+    if model_type != "qwen2":  # which has biases for q, k and v, and no key that says so
+        values |= {"attention_bias": False, "mlp_bias": False}
     if model_type == "mistral":
         values["sliding_window"] = config.sliding_window
     if ARCHITECTURES[model_type].switches_window:
@@ -178,9 +178,10 @@ def _refuse_switches(model_type: str, values: Mapping[str, Any]) -> None:
         # Qwen2 has its q, k and v biases whatever the file says, and ignores the key.
         if model_type != "qwen2" and _flag(values, key, False):
             problems.append(f"{key}=true; only q, k and v can have a bias, in Qwen2")
-    partial = values.get("partial_rotary_factor")
-    if partial not in (None, 1):
-        problems.append(f"partial_rotary_factor={partial!r}; whole heads are rotated")
+    for holder in (values, values.get("rope_parameters"), values.get("rope_scaling")):
+        partial = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) else None
+        if partial not in (None, 1):
+            problems.append(f"partial_rotary_factor={partial!r}; whole heads are rotated")
     if problems:
         raise Unsupported(
             f"load: {ARCHITECTURES[model_type].name} with {'; '.join(problems)}. Use another checkpoint of the model.",
@@ -216,19 +217,19 @@ def _window(values: Mapping[str, Any], known: Architecture, layers: int) -> int 
 
 
 def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary embedding, from transformers 4's two keys or 5's one."""
-    new, old = values.get("rope_parameters"), values.get("rope_scaling")
-    for key, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"load: config.json has {key}={value!r} - must be an object or null.")
-    scaling = new if new is not None else old if old is not None else {}
-    theta = _positive(values, "rope_theta", 10_000.0)
-    if scaling.get("rope_theta") is not None:
-        inner = _positive(scaling, "rope_theta")
-        if values.get("rope_theta") is not None and inner != theta:
-            raise ValueError(f"load: config.json has rope_theta={theta} and, in rope_parameters, {inner}. Fix one.")
-        theta = inner
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    """Base and scaling of the rotary embedding, from transformers 4's two keys or 5's one; a file may have both."""
+    old, new = (_rope_object(values, key) for key in ("rope_scaling", "rope_parameters"))
+    thetas = {_positive(held, "rope_theta") for held in (values, old, new) if held.get("rope_theta") is not None}
+    if len(thetas) > 1:
+        raise ValueError(f"load: config.json has {sorted(thetas)} as rope_theta, here and there. Keep one.")
+    theta = thetas.pop() if thetas else 10_000.0
+    old, new = ({key: value for key, value in held.items() if key != "rope_theta"} for held in (old, new))
+    if old and new and old != new:
+        raise ValueError(
+            f"load: config.json has rope_scaling={old} but rope_parameters={new}. Keep the one that holds."
+        )
+    scaling = old or new
+    kind = scaling.get("rope_type", "default")
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -240,6 +241,24 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         high_freq_factor=_positive(scaling, "high_freq_factor"),
         original_context=_size(scaling, "original_max_position_embeddings"),
     )
+
+
+def _rope_object(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """One of the two, {} where there is none; its kind, which early files call "type", as "rope_type"."""
+    held = values.get(key)
+    if held is not None and not isinstance(held, Mapping):
+        raise ValueError(f"load: config.json has {key}={held!r} - must be an object or null.")
+    found = {name: value for name, value in (held or {}).items() if value is not None}
+    nested = [name for name, value in found.items() if isinstance(value, Mapping)]
+    if nested:
+        reason = f"{key} of its own for each of {', '.join(map(repr, nested))}; all layers rotate alike"
+        raise Unsupported(f"load: {reason}. Use a checkpoint without.", [("rotary", reason)])
+    kind = found.pop("type", None)
+    if kind is not None and found.setdefault("rope_type", kind) != kind:
+        raise ValueError(
+            f"load: config.json has {key} with type={kind!r} but rope_type={found['rope_type']!r}. Keep one."
+        )
+    return found
 
 
 def _rope_values(scaling: RopeScaling | None) -> dict[str, Any] | None:

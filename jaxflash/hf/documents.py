@@ -1,5 +1,6 @@
 """JSON objects of a checkpoint folder, read with the distrust that downloaded files deserve."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,16 +8,23 @@ from typing import Any
 
 # safetensors' own limit for a header; an index or a config is far below it.
 MAX_BYTES = 100_000_000
+MAX_CONFIG_BYTES = 10_000_000
+# Python's own limit is 4300, told in words about `sys`; 2^64 has 20.
+_MAX_DIGITS = 400
 
 
 def parse_object(text: bytes, what: str) -> dict[str, Any]:
     """The JSON object that `text` holds; `what` names it in errors.
 
     Raises:
-      ValueError: not JSON, nested too deeply, not an object, or with a key given twice.
+      ValueError: not JSON, nested too deeply, not an object, a key given twice, or an integer of absurd length.
     """
     try:
-        value = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, what))
+        value = json.loads(
+            text,
+            object_pairs_hook=functools.partial(_unique, what=what),
+            parse_int=functools.partial(_integer, what=what),
+        )
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"load: {what} is not JSON ({error}) - the file is damaged. Fetch it again.") from error
     except RecursionError as error:
@@ -26,25 +34,31 @@ def parse_object(text: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`.
+def read_object(path: Path, *, limit: int = MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in the file `path`, of at most `limit` bytes.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: what `parse_object` refuses, or an absurd size.
+      ValueError: what `parse_object` refuses, or a larger file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"load: no file {str(path)!r} - the checkpoint is not complete. Fetch it again.")
     size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"load: {str(path)!r} has {size=} bytes - at most {MAX_BYTES}. Is it the right file?")
+    if size > limit:
+        raise ValueError(f"load: {str(path)!r} has {size=} bytes - at most {limit}. Is it the right file?")
     return parse_object(path.read_bytes(), repr(str(path)))
 
 
-def _unique(pairs: Sequence[tuple[str, Any]], what: str) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"load: {what} gives {twice!r} twice - which one holds is not defined. Fetch it again.")
+def _unique(pairs: Sequence[tuple[str, Any]], *, what: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"load: {what} gives {key!r} twice - which one holds is not defined. Fetch it again.")
+        values[key] = value
     return values
+
+
+def _integer(digits: str, *, what: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"load: {what} has an integer of {len(digits)} digits - no real one does. Fetch it again.")
+    return int(digits)

@@ -7,11 +7,12 @@ from typing import NamedTuple
 from jaxflash.config import ModelConfig
 from jaxflash.hf.tensors import StoredTensor
 
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # (tensor, parameter, its shape in the file). Matrices lie there as (out, in), in the model as (in, out).
 _WHOLE = (
-    ("model.embed_tokens.weight", "table", ("vocab", "width")),
+    (TABLE, "table", ("vocab", "width")),
     ("model.norm.weight", "norm/scale", ("width",)),
-    ("lm_head.weight", "head/weight", ("vocab", "width")),
+    (HEAD, "head/weight", ("vocab", "width")),
 )
 _LAYER = (
     ("input_layernorm.weight", "attention_norm/scale", ("width",)),
@@ -31,7 +32,6 @@ _LAYER = (
 )
 # Left in files by early versions of transformers: a function of the configuration.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_HEAD = "lm_head.weight"
 _FLOATS = ("float32", "float16", "bfloat16")
 _SHOWN = 3
 
@@ -87,12 +87,12 @@ def match(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, 
     wanted = places(config)
     missing = [name for name in wanted if name not in stored]
     if missing:
-        hint = " If the head is the embedding table, set tie_word_embeddings." if missing == [_HEAD] else ""
+        hint = " If the head is the embedding table, set tie_word_embeddings." if missing == [HEAD] else ""
         raise ValueError(
             f"load: {len(missing)} of {len(wanted)} tensors are missing: {_some(missing)} - the checkpoint is not "
             f"complete, or the configuration is of another model.{hint}"
         )
-    extra = [n for n in stored if n not in wanted and not _DERIVED.fullmatch(n) and n != _HEAD]
+    extra = [n for n in stored if n not in wanted and not _DERIVED.fullmatch(n) and n != HEAD]
     if extra:
         raise ValueError(
             f"load: {len(extra)} tensors are not expected: {_some(extra)} - the configuration describes a "
@@ -112,25 +112,13 @@ def match(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, 
     return {name: (place, stored[name]) for name, place in wanted.items()}
 
 
-def check_tied_head(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """A tied model's file may hold its head again, if it is the table.
-
-    Raises:
-      ValueError: it is another one, so that the configuration's word that it is tied is wrong.
-    """
-    if not config.tie_embeddings or _HEAD not in stored:
-        return
-    table, head = stored["model.embed_tokens.weight"], stored[_HEAD]
-    same = table.shape == head.shape and table.stored_as == head.stored_as
-    rows = max(1, (4 << 20) // max(table.nbytes // table.shape[0], 1))
-    for start in range(0, table.shape[0] if same else 0, rows):
-        part = (slice(start, start + rows), slice(None))
-        same = same and table.read(part).tobytes() == head.read(part).tobytes()
-    if not same:
-        raise ValueError(
-            f"load: config.json has tie_word_embeddings=true, but {_HEAD!r} is not the embedding table - which one is "
-            "the head is not defined. Set tie_word_embeddings to false to use it."
-        )
+def same_values(a: StoredTensor, b: StoredTensor, *, part: int, parts: int) -> bool:
+    """Whether two matrices are the same bytes; of blocks of rows, every `parts`-th is read, from the `part`-th on."""
+    if (a.shape, a.stored_as) != (b.shape, b.stored_as):
+        return False
+    rows = max(1, (4 << 20) // max(a.nbytes // a.shape[0], 1))
+    blocks = [(slice(start, start + rows), slice(None)) for start in range(part * rows, a.shape[0], parts * rows)]
+    return all(a.read(block).tobytes() == b.read(block).tobytes() for block in blocks)
 
 
 def _some(names: list[str]) -> str:

@@ -31,6 +31,17 @@ def exact_dtype(stored: Mapping[str, StoredTensor]) -> DType:
     return "bfloat16" if {tensor.dtype.name for tensor in stored.values()} == {"bfloat16"} else "float32"
 
 
+def layout(config: ModelConfig, mesh: Mesh) -> tuple[Any, Any]:
+    """(shapes, shardings) of the parameters of `config` by rule on `mesh`.
+
+    Raises:
+      ValueError: a mesh that the model does not divide over.
+    """
+    _, shapes, axes = abstract(config)
+    rules.check(shapes, axes, mesh, units=axis_units(config))
+    return shapes, rules.shardings(axes, mesh)
+
+
 def put_on_mesh(
     pairs: Mapping[str, tuple[Place, StoredTensor]], config: ModelConfig, mesh: Mesh, on_tensor: OnTensor | None = None
 ) -> dict:
@@ -39,9 +50,7 @@ def put_on_mesh(
     Raises:
       ValueError: a mesh that the model does not divide over, before anything is read.
     """
-    _, shapes, axes = abstract(config)
-    rules.check(shapes, axes, mesh, units=axis_units(config))
-    shardings = rules.shardings(axes, mesh)
+    shapes, shardings = layout(config, mesh)
     params: dict = {}
     for name, (place, tensor) in pairs.items():
         sharding, shape = _at(shardings, place.path), _at(shapes, place.path).shape

@@ -46,19 +46,19 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
       FileNotFoundError: no safetensors file, or a shard that the index names is missing.
-      ValueError: a broken header or index, or an entry that its shard does not hold.
+      ValueError: a broken header or index, an entry that its shard does not hold, or weights beside the index's.
     """
     index, single = folder / INDEX, folder / SINGLE
-    if index.is_file() and single.is_file():
+    weight_map = read_index(index) if index.is_file() else None
+    if weight_map is not None and single.is_file() and SINGLE not in weight_map.values():
         raise ValueError(
             f"load: {str(folder)!r} holds both {INDEX} and {SINGLE} - which one is the model is not defined. "
             "Remove the one that is not."
         )
-    if not index.is_file():
+    if weight_map is None:
         if not single.is_file():
             raise FileNotFoundError(f"load: {str(folder)!r} holds neither {SINGLE} nor {INDEX}. {_remedy(folder)}")
         return open_file(single)
-    weight_map = read_index(index)
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():

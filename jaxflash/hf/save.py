@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jaxflash.hf.config import from_model_config
 from jaxflash.hf.names import Place, places
 from jaxflash.hf.place import OnTensor
 from jaxflash.tokenizer import NoTokenizer, Tokenizer
+from pallas_kernels.dispatch import Unsupported
+from quant.tensor import Int4Tensor
 
 FileDType = Literal["float32", "bfloat16", "float16"]
 
@@ -45,33 +47,46 @@ def save_folder(
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.
-      OSError: too little free space, found before anything is written.
-      Unsupported: no published architecture has this configuration's switches.
+      OSError: too little free space, found before anything is written; or the first process failed, told to the others.
+      Unsupported: no published architecture has this configuration's switches, or weights are packed to 4 bits.
       ValueError: float16 is asked for and a weight does not fit.
     """
+    path = path.expanduser().resolve()
+    _refuse_packed(params)
     dtype = config.param_dtype if dtype is None else dtype
     shards = _shards(config, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
     ids = token_ids(tokenizer)
     values = from_model_config(config, dtype, ids)
     with new_folder(path, sum(size for shard in shards for _, size in shard)) as folder:
-        if folder is not None:
-            write_json(folder / "config.json", values)
-            if ids:
-                write_json(folder / "generation_config.json", ids)
-            tokenizer.save(folder)
+        with _first_process(f"write into {str(path)!r}"):
+            if folder is not None:
+                write_json(folder / "config.json", values)
+                if any(value is not None for value in ids.values()):
+                    write_json(folder / "generation_config.json", ids)
+                tokenizer.save(folder)
         _write_shards(config, params, shards, folder, dtype, on_tensor)
 
 
 def check_room(path: Path, size: int) -> None:
-    """Whether a new folder `path` of `size` bytes can be made.
+    """Whether a new folder `path` of `size` bytes can be made: the first process looks, and all of them know.
 
     Raises:
-      FileExistsError: `path` exists and is not an empty folder.
-      OSError: less than `size` bytes are free there.
+      FileExistsError: `path` exists and is not an empty folder, or one that cannot be replaced.
+      OSError: less than `size` bytes are free there; or the first process found one of the two.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"save: {str(path)!r} exists - nothing is written over. Choose another path.")
-    disk = next(parent for parent in path.absolute().parents if parent.exists())
+    path = path.expanduser().resolve()
+    with _first_process(f"make {str(path)!r}"):
+        if jax.process_index() == 0:
+            _check_room(path, size)
+
+
+def _check_room(path: Path, size: int) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.is_mount() or path == Path.cwd()):
+        raise FileExistsError(
+            f"save: {str(path)!r} exists - nothing is written over, and neither a mount point nor the current folder "
+            "is replaced. Choose another path."
+        )
+    disk = next(parent for parent in path.parents if parent.exists())
     free = shutil.disk_usage(disk).free
     if free < size:
         raise OSError(f"save: {str(disk)!r} has {free=} bytes, {size} are needed. Make room, or choose another.")
@@ -81,26 +96,51 @@ def check_room(path: Path, size: int) -> None:
 def new_folder(path: Path, size: int) -> Iterator[Path | None]:
     """A hidden folder beside `path` that becomes `path` on leaving without an error; None in all but the first process.
 
+    What is done in it must fail in all processes or in none: each wraps what it alone does in `_first_process`.
+
     Raises what `check_room` does.
     """
+    path = path.expanduser().resolve()
     check_room(path, size)
-    if jax.process_index() == 0:
-        parent = path.absolute().parent
-        parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}.", suffix=".partial"))
-        try:
-            yield partial
-            for file in partial.rglob("*"):
-                _sync(file)
-            partial.chmod(0o777 & ~_umask())
-            os.rename(partial, path)
-            _sync(parent)
-        finally:
+    partial = None
+    try:
+        with _first_process(f"make a folder beside {str(path)!r}"):
+            if jax.process_index() == 0:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
+        yield partial
+        with _first_process(f"finish {str(path)!r}"):
+            if partial is not None:
+                for file in partial.rglob("*"):
+                    _sync(file)
+                partial.chmod(0o777 & ~_umask())
+                os.rename(partial, path)
+                _sync(path.parent)
+    finally:
+        if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
-    else:
-        yield None
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"save {path}")
+
+
+@contextlib.contextmanager
+def _first_process(task: str) -> Iterator[None]:
+    """Around what the first process does and the others wait for: if it raises there, it raises in all of them."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:  # also on the way out with an error: the others are waiting
+        if jax.process_count() > 1:
+            done = bool(multihost_utils.broadcast_one_to_all(np.int32(done)))
+    if not done:
+        raise OSError(f"save: the first process could not {task} - its own error says why. Nothing was written.")
+
+
+def _refuse_packed(params: Any) -> None:
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+    packed = sum(isinstance(leaf, Int4Tensor) for leaf in leaves)
+    if packed:
+        reason = f"{packed} weights are packed to 4 bits, and only dense ones are written"
+        raise Unsupported(f"save: {reason}. Save the model before it is quantised.", [("Hub folder", reason)])
 
 
 def _shards(config: ModelConfig, dtype: np.dtype, limit: int) -> list[list[tuple[str, int]]]:
@@ -122,18 +162,24 @@ def _write_shards(config, params, shards, folder: Path | None, dtype: str, on_te
     for number, shard in enumerate(shards, 1):
         file = safetensors.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         files |= {name: file for name, _ in shard}
-        with (folder / file).open("wb") if folder is not None else contextlib.nullcontext() as out:
-            if out is not None:
-                out.write(safetensors.encode_header((name, stored_as, where[name].shape) for name, _ in shard))
+        out: BinaryIO | None = None
+        with contextlib.ExitStack() as opened:
+            with _first_process(f"write {file!r}"):
+                if folder is not None:
+                    out = opened.enter_context((folder / file).open("wb"))
+                    out.write(safetensors.encode_header((name, stored_as, where[name].shape) for name, _ in shard))
             for name, size in shard:
                 values = _fetch(params, where[name], dtype, name)
-                if out is not None:
-                    out.write(values.reshape(-1).view(np.uint8))
+                with _first_process(f"write {name!r}"):
+                    if out is not None:
+                        out.write(values.reshape(-1).view(np.uint8))
+                        out.flush()  # a full disk is told here, and not on closing
                 if on_tensor is not None:
                     on_tensor(name, size)
-    if folder is not None and len(shards) > 1:
-        index = {"metadata": {"total_size": sum(s for shard in shards for _, s in shard)}, "weight_map": files}
-        write_json(folder / safetensors.INDEX, index)
+    with _first_process(f"write {safetensors.INDEX!r}"):
+        if folder is not None and len(shards) > 1:
+            index = {"metadata": {"total_size": sum(s for shard in shards for _, s in shard)}, "weight_map": files}
+            write_json(folder / safetensors.INDEX, index)
 
 
 def _fetch(params: Mapping[str, Any], place: Place, dtype: str, name: str) -> Shaped[np.ndarray, "..."]:
@@ -161,10 +207,16 @@ def _fetcher(sharding: Any, dtype: Any, transposed: bool, stacked: bool) -> Any:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """`eos_token_id` as transformers has it: a number, or a list where several tokens end what the model says."""
-    if isinstance(tokenizer, NoTokenizer):
-        return {}
-    return {"eos_token_id": tokenizer.eos_id if len(tokenizer.stop_ids) == 1 else list(tokenizer.stop_ids)}
+    """`bos_token_id`, `eos_token_id` (a list where several tokens end what the model says) and `pad_token_id`.
+
+    None where there is none, and written as null: a key left out has transformers take Llama's ids, 1 and 2.
+    """
+    stops = () if isinstance(tokenizer, NoTokenizer) else tokenizer.stop_ids
+    return {
+        "bos_token_id": tokenizer.special_id("bos_token"),
+        "eos_token_id": list(stops) if len(stops) > 1 else next(iter(stops), None),
+        "pad_token_id": tokenizer.special_id("pad_token"),
+    }
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -137,7 +137,21 @@ def test_a_run_folder_gives_the_same_tokenizer_back(tmp_path, kind):
     np.testing.assert_array_equal(back.encode(TEXT), tokenizer.encode(TEXT))
     if kind == "bpe":
         saved = json.loads((tmp_path / "runs" / "one" / "tokenizer_config.json").read_text())
-        assert saved == {"eos_token": "<pad>", "chat_template": "{{ x }}"}
+        kept = {"eos_token": "<pad>", "chat_template": "{{ x }}"}
+        assert saved == kept | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def test_the_class_of_the_source_is_kept(tmp_path):
+    folder = write_bpe(tmp_path / "hub", tokenizer_config={"tokenizer_class": "Qwen2TokenizerFast"})
+    load_tokenizer(folder).save(tmp_path / "x")
+    assert json.loads((tmp_path / "x" / "tokenizer_config.json").read_text())["tokenizer_class"] == "Qwen2TokenizerFast"
+
+
+def test_special_ids(tmp_path):
+    names = {"bos_token": "<a>", "eos_token": "</s>", "pad_token": "not there"}
+    tokenizer = load_tokenizer(write_bpe(tmp_path, specials=("<a>", "</s>"), tokenizer_config=names))
+    assert [tokenizer.special_id(key) for key in (*names, "unk_token")] == [0, 1, None, None]
+    assert ByteTokenizer().special_id("bos_token") is None
 
 
 def test_none_is_bytes():
@@ -161,3 +175,42 @@ def test_refuses_what_it_cannot_read(tmp_path):
         load_tokenizer(path)
     with pytest.raises(ValueError, match=r"no end-of-document token found for .*Pass eos_token"):
         load_tokenizer(write_bpe(tmp_path, specials=()))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"model": {}}', b'{"model": {"type": "NoSuch"}}', b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}',
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', b'{"model": {"type": "Unigram"}}',
+        b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "pre_tokenizer": {"type": "NoSuch"}}',
+        b"[" * 100_000, b'{"model": {"a": ' + b"9" * 5000 + b"}}", b"\xff\xfe", b"",
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_told_with_its_name(content, tmp_path):
+    """Whichever of the files it is, and whether json or the `tokenizers` library finds it."""
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"^tokenizer: .*tokenizer\.json is no"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json", "generation_config.json"])
+def test_a_damaged_file_beside_it(name, tmp_path):
+    folder = write_bpe(tmp_path)
+    for content in (b"{", b"\xff", b'{"a":' * 100_000, b"[]"):
+        (folder / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"^tokenizer: .*{name} "):
+            load_tokenizer(folder)
+
+
+def test_a_template_that_is_no_text(tmp_path):
+    (write_bpe(tmp_path) / "chat_template.jinja").write_bytes(b"{{ x }}\xff")
+    with pytest.raises(ValueError, match=r"^tokenizer: .*chat_template\.jinja is not UTF-8"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_of_absurd_size_is_not_read(name, tmp_path):
+    with (write_bpe(tmp_path) / name).open("wb") as file:
+        file.truncate(100_000_001)  # a hole: no bytes on the disk
+    with pytest.raises(ValueError, match=f"^tokenizer: .*{name} has size=100000001 bytes - at most"):
+        load_tokenizer(tmp_path)

@@ -42,7 +42,7 @@ def writer(path, arch, config, **keys: Any) -> gguf.GGUFWriter:
     out.add_layer_norm_rms_eps(config.norm_eps)
     out.add_rope_freq_base(config.rope_theta)
     for key, value in keys.items():
-        add = {str: out.add_string, int: out.add_uint32, list: out.add_array}[type(value)]
+        add = {str: out.add_string, int: out.add_uint32, float: out.add_float32, list: out.add_array}[type(value)]
         add(key.replace("__", "."), value)
     return out
 

@@ -79,6 +79,7 @@ def test_today_is_known():
         ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ messages + 'x' }}", "TypeError"),
+        ("{{ 'x' | center(9000000000000000000) }}", "MemoryError"),
         ("{{ range(10000000) | list }}", "OverflowError"),
         ("{% include '/etc/passwd' %}", "template fails|no loader"),
         ("{{ x | nofilter }}", "No filter named 'nofilter'"),

@@ -71,6 +71,18 @@ def test_a_gguf_file_becomes_a_folder(quantised, tmp_path):
     assert equal(load(tmp_path / "x").params, load(path).params) and load(tmp_path / "x").config == config
 
 
+def test_half_precision_stays_what_it_is(tmp_path):
+    """Held as float32, and written as float16 where all of it was; where only some was, as float32."""
+    halves = copy("llama2", tmp_path)
+    tensors = {name: values.astype(np.float16) for name, values in load_file(halves / "model.safetensors").items()}
+    save_file(tensors, halves / "model.safetensors")
+    convert(halves, tmp_path / "x", "dense")
+    assert raw(tmp_path / "x") == raw(halves)
+    save_file(tensors | {"model.norm.weight": np.ones(32, np.float32)}, halves / "model.safetensors")
+    convert(halves, tmp_path / "y", "dense")
+    assert {dtype for dtype, _, _ in raw(tmp_path / "y").values()} == {"float32"}
+
+
 def test_what_cannot_be_converted(hub, tmp_path):
     with pytest.raises(ValueError, match="unknown to='dens'. Did you mean 'dense'"):
         convert(hub, tmp_path / "x", "dens")
@@ -78,9 +90,10 @@ def test_what_cannot_be_converted(hub, tmp_path):
         convert(hub, tmp_path / "x", "orbax", dtype="float16")
     with pytest.raises(FileExistsError, match="nothing is written over"):
         convert(hub, hub, "dense")
+    told = []
     with pytest.raises(ValueError, match="the source has no tokenizer"):
-        convert(GOLDEN / "qwen2", tmp_path / "x", "orbax")
-    assert not list(tmp_path.iterdir())
+        convert(GOLDEN / "qwen2", tmp_path / "x", "orbax", on_read=lambda *facts: told.append(facts))
+    assert not told and not list(tmp_path.iterdir())
 
 
 def test_too_little_space_is_told_before_reading(hub, tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import struct
+import tracemalloc
 
 import gguf
 import jax
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxflash.config import RopeScaling
+from jaxflash.gguf import model
 from jaxflash.gguf.file import read_header
 from jaxflash.gguf.model import TYPES, open_gguf
 from jaxflash.gguf.tokenizer import gguf_tokenizer
@@ -26,6 +29,7 @@ from tests.jaxflash.hf.gguf_files import (
     TOKENS,
     finish,
     from_golden,
+    ggml_name,
     quantised_file,
     with_tokenizer,
     writer,
@@ -93,7 +97,12 @@ def test_published_rotary_factors_are_recognised_and_others_refused(tmp_path):
         ("lama", {}, "'lama' is not a known GGUF architecture. Did you mean 'llama'"),
         ("llama", {"llama__expert_count": 8}, "llama.expert_count=8"),
         ("llama", {"split__count": 3}, "split.count=3; the parts must be merged"),
-        ("llama", {"llama__rope__scaling__type": "yarn"}, "rope.scaling.type='yarn'"),
+        ("llama", {"llama__rope__scaling__type": "yarn"}, "scaling of type 'yarn'"),
+        ("llama", {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}, "factor=4.0"),
+        ("llama", {"llama__rope__scaling__factor": 4.0}, "type 'linear' and factor=4.0"),
+        ("qwen2", {"qwen2__rope__scale_linear": 4.0}, "type 'linear' and factor=4.0"),
+        ("llama", {"llama__rope__scaling__attn_factor": 2.0}, "attn_factor=2.0"),
+        ("qwen2", {"qwen2__attention__sliding_window": 4096}, "attention.sliding_window=4096; 0 is served"),
         ("llama", {"llama__rope__dimension_count": 4}, "rope.dimension_count=4"),
     ],
 )
@@ -102,6 +111,99 @@ def test_what_the_model_has_not_is_refused(arch, keys, message, tmp_path):
     finish(out)
     with pytest.raises(Unsupported, match=message):
         open_gguf(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope__scaling__type": "none", "rope__scaling__factor": 4.0},
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 1.0},
+        {"rope__scaling__factor": 0.0, "rope__scale_linear": 4.0},  # the newer key holds
+        {"rope__scale_linear": 1.0, "rope__scaling__attn_factor": 1.0, "attention__sliding_window": 0},
+    ],
+)
+def test_keys_that_say_no_scaling(keys, tmp_path):
+    path = from_golden(
+        "llama2", tmp_path / "x.gguf", "llama", **{f"llama__{key}": value for key, value in keys.items()}
+    )
+    assert open_gguf(path).config.rope_scaling is None
+
+
+def with_tensors(path, **tensors):
+    """A golden file with tensors added; __ stands for a dot."""
+    config = open_checkpoint(GOLDEN / "qwen2").config
+    out = writer(path, "qwen2", config)
+    for tensor in open_checkpoint(GOLDEN / "qwen2").stored.values():
+        out.add_tensor(ggml_name(tensor.name), tensor.read((slice(None),) * len(tensor.shape)).astype(np.float32))
+    for name, value in tensors.items():
+        out.add_tensor(name.replace("__", "."), value)
+    finish(out)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight", "nonsense",
+     "blk.00.attn_q.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"],
+)  # fmt: skip
+def test_a_name_that_is_not_ggmls_is_never_taken_for_the_hubs(name, tmp_path):
+    path = with_tensors(tmp_path / "x.gguf", **{name.replace(".", "__"): np.zeros((4, 4), np.float32)})
+    with pytest.raises(ValueError, match="1 tensors are not expected: "):
+        open_gguf(path)
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 32), (32,), (33, 32)])
+def test_a_query_weight_of_another_shape(shape, tmp_path):
+    config = open_checkpoint(GOLDEN / "llama2").config
+    out = writer(tmp_path / "x.gguf", "llama", config)
+    for tensor in open_checkpoint(GOLDEN / "llama2").stored.values():
+        values = np.zeros(shape if tensor.name.endswith("0.self_attn.q_proj.weight") else tensor.shape, np.float32)
+        out.add_tensor(ggml_name(tensor.name), values)
+    finish(out)
+    with pytest.raises(ValueError, match=r"^load: .*q_proj.weight' has shape=.* makes it \(32, 32\)"):
+        open_gguf(tmp_path / "x.gguf")
+
+
+def hole(path, config, changes):
+    """A Llama file whose tensors are a hole: no bytes on the disk. changes: other shapes by ggml's name."""
+    out = writer(path, "llama", config)
+    stored = open_checkpoint(GOLDEN / "llama2").stored.values()
+    for name, shape in ({ggml_name(tensor.name): tensor.shape for tensor in stored} | changes).items():
+        out.add_tensor_info(name, shape, np.dtype(np.float32), 4 * math.prod(shape))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_ti_data_to_file()
+    out.close()
+    with path.open("r+b") as file:
+        file.truncate(1 << 31)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "message"),
+    [
+        (8, {"blk.0.attn_q.weight": (1 << 23, 32), "blk.1.attn_k.weight": (1 << 23, 8)}, "makes it"),
+        (1 << 30, {"rope_freqs.weight": (4,)}, "is not Llama-3 scaling"),
+        (1 << 30, {}, "makes it"),
+    ],
+)
+def test_headers_alone_take_no_memory_by_the_sizes_that_they_name(head_dim, changes, message, tmp_path, monkeypatch):
+    monkeypatch.delattr(model, "rotary_frequencies")  # as many as the head is wide, in memory that is not traced here
+    config = dataclasses.replace(open_checkpoint(GOLDEN / "llama2").config, head_dim=head_dim)
+    hole(tmp_path / "x.gguf", config, changes)
+    tracemalloc.start()
+    with pytest.raises((ValueError, Unsupported), match=message):
+        open_gguf(tmp_path / "x.gguf")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_a_header_is_no_longer_than_one_may_be(tmp_path):
+    with (tmp_path / "x.gguf").open("wb") as file:
+        file.write(array(0, 200_000_000))
+        file.truncate(300_000_000)  # a hole: no bytes on the disk
+    with pytest.raises(ValueError, match="200000000 items announced, more than it holds or a header may have"):
+        read_header(tmp_path / "x.gguf")
 
 
 def test_a_type_that_is_not_read(tmp_path):
@@ -165,6 +267,7 @@ def test_a_tokenizer_json_beside_the_file_wins(tmp_path):
         ({"tokenizer__ggml__tokens": ...}, "lacks tokenizer.ggml.tokens", ValueError),
         ({"tokenizer__ggml__tokens": ["a", "a", "b"]}, "has a token twice", ValueError),
         ({"tokenizer__ggml__merges": ["h e", "x y z"]}, "merges \\('x', 'y', 'z'\\)", ValueError),
+        ({"tokenizer__ggml__token_type": 3}, "token_type=3 - must be a list", ValueError),
         ({"tokenizer__ggml__merges": ["h zz"]}, "merges \\('h', 'zz'\\)", ValueError),
         ({"tokenizer__ggml__eos_token_id": 70_000}, "", None),  # found by its common name
     ],

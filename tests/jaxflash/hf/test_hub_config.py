@@ -64,8 +64,50 @@ def test_transformers_5_keys_say_the_same():
     scaling = LLAMA31["rope_scaling"] | {"rope_theta": LLAMA31["rope_theta"]}
     new = {k: v for k, v in LLAMA31.items() if k not in ("rope_scaling", "rope_theta")} | {"rope_parameters": scaling}
     assert to_model_config(new) == to_model_config(LLAMA31)
-    with pytest.raises(ValueError, match="rope_theta=1.0 and, in rope_parameters, 500000.0"):
+    with pytest.raises(ValueError, match=r"has \[1.0, 500000.0\] as rope_theta"):
         to_model_config(new | {"rope_theta": 1.0})
+
+
+SCALING = LLAMA31["rope_scaling"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {}},
+        {"rope_parameters": {"rope_theta": 500000.0}},
+        {"rope_parameters": {**SCALING, "rope_theta": 500000.0}},
+        {"rope_parameters": SCALING, "rope_scaling": {}},
+        {"rope_parameters": SCALING, "rope_scaling": {"rope_type": None, "type": None}},
+        {"rope_scaling": {"type": "llama3", **{k: v for k, v in SCALING.items() if k != "rope_type"}},
+         "rope_parameters": SCALING},
+    ],
+)  # fmt: skip
+def test_both_generations_of_keys_together_lose_nothing(change):
+    assert to_model_config(LLAMA31 | change) == to_model_config(LLAMA31)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "default"}}, "Keep the one that holds"),
+        ({"rope_parameters": SCALING | {"factor": 4.0}}, "Keep the one that holds"),
+        ({"rope_scaling": {"rope_type": "default"}, "rope_parameters": SCALING}, "Keep the one that holds"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "as rope_theta"),
+        ({"rope_scaling": SCALING | {"rope_theta": 1.0}}, "as rope_theta"),
+        ({"rope_scaling": SCALING | {"type": "linear"}}, "type='linear' but rope_type='llama3'"),
+    ],
+)
+def test_two_keys_that_contradict_each_other(change, message):
+    with pytest.raises(ValueError, match=message):
+        to_model_config(LLAMA31 | change)
+
+
+def test_biases_are_said_where_the_architecture_has_a_key_for_them():
+    values = {name: from_model_config(preset(name), "float32", {}) for name in ("qwen2.5-7b", "qwen3-8b", "llama2-7b")}
+    assert {name: [v.get(key) for key in ("attention_bias", "mlp_bias")] for name, v in values.items()} == {
+        "qwen2.5-7b": [None, None], "qwen3-8b": [False, False], "llama2-7b": [False, False],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -129,6 +171,11 @@ def _paths(tree, before=()):
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}},
+            "rope_parameters of its own for each of 'full_attention', 'sliding_attention'",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "scaling of type 'linear'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "scaling of type 'yarn'"),
     ],

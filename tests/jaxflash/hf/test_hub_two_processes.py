@@ -1,4 +1,5 @@
-"""Two processes load a Hub folder onto one mesh, each reading its slices, and write it back together."""
+"""Two processes load a Hub folder onto one mesh, each reading its slices, and write it back together; where one alone
+cannot write, both are told, and neither waits."""
 
 import json
 import socket
@@ -7,16 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from jaxflash.hf.load import open_checkpoint
 from tests.jaxflash.hf.test_golden import raw
-from tests.jaxflash.hf.tiny import GOLDEN
+from tests.jaxflash.hf.tiny import GOLDEN, copy, rewrite
 
 SCRIPT = """
-import dataclasses, json, sys
+import dataclasses, json, resource, shutil, sys, types
 import jax, jaxflash
 jaxflash.use_cpu_devices(4)
-address, index, source, out, report = sys.argv[1:]
+address, index, source, tied, out, report = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(index), initialization_timeout=60)
 from pathlib import Path
 from jaxflash.hf.load import load_params, open_checkpoint
@@ -34,8 +36,36 @@ def counting(tensor):
 stored = {name: counting(tensor) for name, tensor in checkpoint.stored.items()}
 mesh = jaxflash.make_mesh({"fsdp": 4, "tensor": 2})
 config, params = load_params(dataclasses.replace(checkpoint, stored=stored), mesh)
-save(LanguageModel(config, params, NoTokenizer(source)), out, max_shard_bytes=20_000)
-Path(report).write_text(json.dumps(read))  # not printed: the collectives' library prints too
+
+# A tied model whose second head is another one. Small as it is, one process reads it, and both must know.
+model, refused, first = LanguageModel(config, params, NoTokenizer(source)), [], index == "0"
+try:
+    load_params(open_checkpoint(Path(tied)), jaxflash.make_mesh({"data": 8}))
+except ValueError as error:
+    refused.append(str(error))
+
+# What can go wrong in the first process alone: no room, and a file that cannot grow (as on a full disk).
+
+def attempt():
+    try:
+        save(model, out)
+    except OSError as error:
+        refused.append(str(error))
+
+usage = shutil.disk_usage
+if first:
+    shutil.disk_usage = lambda path: types.SimpleNamespace(free=1000)
+attempt()
+shutil.disk_usage = usage
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+if first:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+attempt()
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+if not first:  # what only the others see decides nothing
+    shutil.disk_usage = lambda path: types.SimpleNamespace(free=1000)
+save(model, out, max_shard_bytes=20_000)
+Path(report).write_text(json.dumps({"read": read, "refused": refused}))  # their library prints too
 """
 
 
@@ -47,6 +77,9 @@ def test_two_processes_read_half_each_and_write_one_folder(tmp_path):
         address = f"localhost:{free.getsockname()[1]}"
     folder, reports = tmp_path / "folder", [tmp_path / f"{i}.json" for i in range(2)]
     folder.mkdir()
+    tied = copy("qwen2", tmp_path)
+    table = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(tied / "model.safetensors", lm_head__weight=table + 1)
     children = [
         subprocess.Popen(
             [
@@ -56,6 +89,7 @@ def test_two_processes_read_half_each_and_write_one_folder(tmp_path):
                 address,
                 str(i),
                 str(GOLDEN / "qwen3"),
+                str(tied),
                 str(folder / "out"),
                 str(reports[i]),
             ],
@@ -68,9 +102,14 @@ def test_two_processes_read_half_each_and_write_one_folder(tmp_path):
     ]
     outputs = [child.communicate(timeout=250) for child in children]
     assert all(child.returncode == 0 for child in children), outputs[0][1][-2000:] + outputs[1][1][-2000:]
-    first, second = (json.loads(report.read_text()) for report in reports)
+    told = [json.loads(report.read_text()) for report in reports]
+    first, second = (report["read"] for report in told)
     for name, tensor in open_checkpoint(GOLDEN / "qwen3").stored.items():
         whole = name.endswith(("q_norm.weight", "k_norm.weight"))  # a head is not split
         assert first[name] == second[name] == (tensor.nbytes if whole else tensor.nbytes // 2), name
+    (other_head, no_room, full), (others_head, others_room, others_full) = (report["refused"] for report in told)
+    assert other_head == others_head and "'lm_head.weight' is not the embedding table" in other_head
+    assert "free=1000 bytes" in no_room and "File too large" in full
+    assert "the first process could not make" in others_room and "the first process could not write" in others_full
     assert raw(folder / "out") == raw(GOLDEN / "qwen3")
     assert [path.name for path in folder.iterdir()] == ["out"]

@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxflash.hf import names
 from jaxflash.hf.load import load_params, open_checkpoint
-from jaxflash.hf.safetensors import INDEX
+from jaxflash.hf.safetensors import INDEX, open_file
+from jaxflash.hf.tensors import MappedFile
 from jaxflash.language_model import load
 from jaxflash.model import abstract
 from sharding.mesh import make_mesh
@@ -60,6 +61,14 @@ def test_two_sets_of_weights(tmp_path):
     folder = copy("llama3", tmp_path)
     (folder / "model.safetensors").write_bytes((folder / FIRST).read_bytes())
     refused(folder, "holds both")
+
+
+def test_an_index_of_one_file_by_the_usual_name(tmp_path):
+    """As mlx writes it: the index decides, and names the file that would be read without it."""
+    folder = copy("llama2", tmp_path)
+    names_there = load_file(folder / "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names_there, "model.safetensors")}))
+    assert open_checkpoint(folder).stored.keys() == names_there.keys()
 
 
 def test_an_index_and_shards_that_disagree(tmp_path):
@@ -137,13 +146,45 @@ def test_a_tied_head_that_is_there_again(tmp_path):
     table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(folder / "model.safetensors", lm_head__weight=table)
     assert "lm_head.weight" not in open_checkpoint(folder).stored
-    rewrite(folder / "model.safetensors", lm_head__weight=table + 1)
-    refused(folder, "tie_word_embeddings=true, but 'lm_head.weight' is not the embedding table")
+    np.testing.assert_array_equal(np.asarray(load(folder).params["table"]), table)
+    changed = table.copy()
+    changed[-1, -1] += 1
+    for head in (changed, table[:-1], table.astype(np.float16)):
+        rewrite(folder / "model.safetensors", lm_head__weight=head)
+        with pytest.raises(ValueError, match="tie_word_embeddings=true, but 'lm_head.weight' is not the embedding"):
+            load(folder)
+
+
+def test_parts_of_a_comparison_are_all_of_it_together(tmp_path):
+    table = np.random.default_rng(0).standard_normal((5000, 700)).astype(np.float32)  # 14 MB, four blocks
+    for row in (0, 1499, 2999, 4999):
+        changed = table.copy()
+        changed[row, 3] += 1
+        save_file({"a": table, "b": changed, "c": table}, tmp_path / f"{row}.safetensors")
+        a, b, c = (open_file(tmp_path / f"{row}.safetensors")[name] for name in "abc")
+        for parts in (1, 3, 7):
+            found = [names.same_values(a, b, part=part, parts=parts) for part in range(parts)]
+            assert found.count(False) == 1 and all(
+                names.same_values(a, c, part=part, parts=parts) for part in range(parts)
+            )
+
+
+def test_opening_a_checkpoint_reads_no_weight(tmp_path, monkeypatch):
+    """Not even of a tied model that brings its head again, nor where the mesh is refused."""
+    folder = copy("qwen2", tmp_path)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(folder / "model.safetensors", lm_head__weight=table)
+    read = []
+    monkeypatch.setattr(MappedFile, "copy", lambda *args: read.append(args))
+    opened = open_checkpoint(folder)
+    with pytest.raises(ValueError, match="not divisible by tensor=8"):
+        load_params(opened, make_mesh({"tensor": 8}))
+    assert opened.second_head is not None and not read
 
 
 def test_a_config_that_is_no_json(tmp_path):
     folder = copy("llama2", tmp_path)
-    for content in (b'{"model_type": "llama"', b"\xff\xfe\x00", b"[" * 50_000):
+    for content in (b'{"model_type": "llama"', b"\xff\xfe\x00", b"[" * 50_000, b" " * 10_000_001):
         (folder / "config.json").write_bytes(content)
         with pytest.raises(ValueError, match="^load: "):
             load(folder)
@@ -152,6 +193,8 @@ def test_a_config_that_is_no_json(tmp_path):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="is not a run folder"):
+        load(GOLDEN / "llama2" / "model.safetensors")
     with pytest.raises(ValueError, match="only run folders have steps"):
         load(GOLDEN / "llama2", step=3)
 

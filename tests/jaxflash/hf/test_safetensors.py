@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxflash.hf import safetensors
-from jaxflash.hf.documents import parse_object
+from jaxflash.hf.documents import parse_object, read_object
 from jaxflash.hf.safetensors import encode_header, header_length, open_file, parse_header, read_index
 
 GOOD = {
@@ -89,6 +89,28 @@ def test_a_header_beyond_the_limit_of_the_format():
 def test_json_that_is_no_object(text):
     with pytest.raises(ValueError, match="^load: it "):
         parse_object(text.encode(), "it")
+
+
+def test_many_keys_are_compared_in_linear_time():
+    pairs = [f'"{number}": 0' for number in range(200_000)]
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="gives '199999' twice"):
+        parse_object(f"{{{', '.join([*pairs, pairs[-1]])}}}".encode(), "it")
+    assert time.monotonic() - start < 5
+
+
+def test_an_integer_of_absurd_length():
+    for digits in (401, 5000):
+        with pytest.raises(ValueError, match=f"^load: it has an integer of {digits} digits"):
+            parse_object(b'{"a": [' + b"9" * digits + b"]}", "it")
+    assert parse_object(b'{"a": -' + b"9" * 300 + b"}", "it") == {"a": 1 - 10**300}
+
+
+def test_a_limit_of_bytes(tmp_path):
+    (tmp_path / "x.json").write_text('{"a": 1}')
+    assert read_object(tmp_path / "x.json", limit=8) == {"a": 1}
+    with pytest.raises(ValueError, match="has size=8 bytes - at most 7"):
+        read_object(tmp_path / "x.json", limit=7)
 
 
 def test_the_package_writes_what_we_read_and_reads_what_we_write(tmp_path):

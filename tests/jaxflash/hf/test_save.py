@@ -19,8 +19,10 @@ from jaxflash.hf import save as module
 from jaxflash.hf.safetensors import INDEX, open_folder
 from jaxflash.language_model import LanguageModel, load, save
 from jaxflash.model import init_params
-from jaxflash.tokenizer import ByteTokenizer, load_tokenizer
+from jaxflash.quantization import quantize
+from jaxflash.tokenizer import ByteTokenizer, NoTokenizer, load_tokenizer
 from pallas_kernels.dispatch import Unsupported
+from quant.tensor import Int4Tensor
 from tests.jaxflash.hf.tiny import GOLDEN
 from tests.jaxflash.test_tokenizer import write_bpe
 
@@ -50,7 +52,8 @@ def test_one_shard_has_no_index(model, tmp_path):
     assert sorted(file.name for file in (tmp_path / "x").iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json",
     ]  # fmt: skip
-    assert json.loads((tmp_path / "x" / "generation_config.json").read_text()) == {"eos_token_id": 256}
+    written = json.loads((tmp_path / "x" / "generation_config.json").read_text())
+    assert written == {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
     again = load(tmp_path / "x")
     assert isinstance(again.tokenizer, ByteTokenizer)
     assert again.config == dataclasses.replace(CONFIG, compute_dtype="bfloat16")
@@ -68,7 +71,9 @@ def test_the_tokenizer_comes_along(model, tmp_path):
     again = load(tmp_path / "x").tokenizer
     assert again.fingerprint == tokenizer.fingerprint and again.chat_template == "{{ bos_token }}hi"
     assert again.stop_ids == (1, 2) and again.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert json.loads((tmp_path / "x" / "config.json").read_text())["eos_token_id"] == [1, 2]
+    for name in ("config", "generation_config"):
+        written = json.loads((tmp_path / "x" / f"{name}.json").read_text())
+        assert [written[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [0, [1, 2], None]
     # The file's post-processor starts a prompt, but no text of a corpus.
     assert again.prefix_ids == (0,) and again.encode_prompt("be").tolist() == [0, *again.encode("be").tolist()]
     assert tokenizer.prefix_ids == () and tokenizer.encode_prompt("be").tolist() == tokenizer.encode("be").tolist()
@@ -98,6 +103,53 @@ def test_nothing_is_written_over(model, tmp_path):
     (tmp_path / "empty").mkdir()
     save(model, tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_a_model_without_a_tokenizer_names_no_token(model, tmp_path):
+    """null, since transformers takes a missing one for Llama's; and no file that says nothing."""
+    save(dataclasses.replace(model, tokenizer=NoTokenizer(tmp_path)), tmp_path / "x")
+    values = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert [values[f"{key}_token_id"] for key in ("bos", "eos", "pad")] == [None] * 3
+    assert not (tmp_path / "x" / "generation_config.json").exists()
+
+
+def test_a_quantised_model_is_refused_before_writing(model, tmp_path):
+    packed = quantize(model)
+    count = sum(isinstance(leaf, Int4Tensor) for leaf in packed_leaves(packed.params))
+    with pytest.raises(Unsupported, match=f"save: {count} weights are packed to 4 bits, and only dense ones") as caught:
+        save(packed, tmp_path / "x")
+    assert count > 0 and caught.value.rejected and not list(tmp_path.iterdir())
+
+
+def packed_leaves(params):
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+
+
+def test_the_current_folder_is_not_replaced(model, tmp_path, monkeypatch):
+    """The shell that stands in it would stand in a deleted one."""
+    monkeypatch.chdir(tmp_path)
+    for path in (".", tmp_path, tmp_path / "a" / ".."):
+        with pytest.raises(FileExistsError, match="nor the current folder is replaced"):
+            save(model, path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "disk")
+    with pytest.raises(FileExistsError, match="neither a mount point"):
+        save(model, "disk")
+
+
+def test_a_link_leads_to_where_it_points(model, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    for name, target in (("link", "real"), ("dangling", "new"), ("full link", "full")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    for name, target in (("link", "real"), ("dangling", "new")):
+        save(model, tmp_path / name)
+        assert (tmp_path / name).is_symlink() and (tmp_path / target / "model.safetensors").is_file()
+    with pytest.raises(FileExistsError, match="nothing is written over"):
+        save(model, tmp_path / "full link")
+    assert [p.name for p in (tmp_path / "full").iterdir()] == ["mine"]
 
 
 def test_too_little_space_is_told_first(model, tmp_path, monkeypatch):
