@@ -24,11 +24,16 @@ def fold_permutation(weight: Int4Tensor, producers: Any) -> tuple[Int4Tensor, An
     producers: a pytree of all weights (K_in, K) and biases (K,) whose columns are the features that `weight` reads, one
     to one: gate and up before down; not the value projection before an attention's output, which heads share.
 
-    Raises ValueError where a producer has another number of columns than `weight` has rows.
+    Raises ValueError for stacked weights, and where a producer has another number of columns than `weight` has rows.
     """
     if weight.permutation is None:
         return weight, producers
     K, order = weight.shape[0], weight.permutation
+    if order.ndim != 1:
+        raise ValueError(
+            f"fold_permutation: a permutation of shape {tuple(order.shape)} - must be that of one weight, {(K,)}. Use "
+            "jax.vmap for stacked ones."
+        )
 
     def fold(producer: Any) -> Any:
         if producer.shape[-1] != K:

@@ -94,9 +94,11 @@ def _faults(
     for name, size, step in ((rows, padded(K), _row_step(weight)), (columns, padded(N), TILE)):
         over = table[name] if name else ()
         ways = math.prod(mesh.shape[axis] for axis in over)
-        works = [count for count in range(1, mesh.size + 1) if size % (count * step) == 0]
+        if ways == 1:  # then a last group may be short
+            continue
+        works = [count for count in range(1, mesh.size + 1) if count == 1 or size % (count * step) == 0]
         where = f"{'*'.join(over)}={ways}"
-        if ways > 1 and name == rows and weight.permutation is not None:
+        if name == rows and weight.permutation is not None:
             faults.append(
                 f"its {K=} rows are in activation order (g_idx), so a device of {where} would need the features of the "
                 "others - not split by rows. Fold the order into the weight before it (quant.fold.fold_permutation)"

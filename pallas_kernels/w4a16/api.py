@@ -22,10 +22,17 @@ def _hopper_large(spec: W4A16Spec, *operands: Any) -> Any:
     return hopper_large.matmul(spec, *operands, device=current_device())
 
 
+def _fitting(spec: W4A16Spec, *operands: Any) -> Any:
+    """By what applies to the sizes that one device has, once vmap and the mesh are known; never an error."""
+    device = current_device()
+    kernel = next((kernel for kernel in (hopper, hopper_large) if kernel.why_not(spec, device) is None), None)
+    return reference.matmul(spec, *operands) if kernel is None else kernel.matmul(spec, *operands, device=device)
+
+
 HOPPER = Implementation(
     name="hopper",
     why_not=hopper.why_not,
-    forward=differentiable(partitioned(_hopper), exact=reference.matmul),
+    forward=differentiable(partitioned(_hopper, most_rows=hopper.MOST_ROWS), exact=reference.matmul),
     describe=lambda spec, device: str(hopper.default(spec, device)),
 )
 HOPPER_LARGE = Implementation(
@@ -40,6 +47,7 @@ XLA = Implementation(
 
 # In order of preference.
 IMPLEMENTATIONS = (HOPPER, HOPPER_LARGE, XLA)
+_FITTING = differentiable(partitioned(_fitting), exact=reference.matmul)
 
 
 def matmul(
@@ -58,8 +66,11 @@ def matmul(
     Args:
       spec: the facts of the call; `spec.make_spec` reads them off the arrays.
       x: (M, K) in bfloat16, float16 or float32.
-      words, scales, zeros: the packed weight, as `layout` orders it; scales bfloat16 or float16, zeros uint8.
+      words, scales, zeros: the packed weight, as `layout` orders it; scales bfloat16 or float16, zeros uint8. Padding
+        past K and N may be any weight that is finite in x's dtype: kernels multiply it by zeros.
       implementation: a name to get that implementation or an error; None: the first that applies, never an error.
+        Kernels serve up to 1024 rows; above, until measured there, W is dequantised for a plain product. Under vmap
+        and over a mesh the kernel is that for the rows and columns of one device.
 
     Returns:
       (M, N) in x's dtype. W is rounded once, to x's dtype or not at all (never less exactly); sums are float32.
@@ -75,7 +86,8 @@ def matmul(
     chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
     if spec.empty:
         return jnp.zeros((spec.M, spec.N), spec.dtype)
-    return chosen.forward(spec, x, words, scales, zeros)
+    forward = _FITTING if implementation is None and chosen is not XLA else chosen.forward
+    return forward(spec, x, words, scales, zeros)
 
 
 def explain(

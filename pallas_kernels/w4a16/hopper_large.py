@@ -9,6 +9,7 @@ columns, makes their 16-bit weights in registers and multiplies them from there 
 
 Where a weight has few columns, the rows of W are cut into `parts` for as many CTAs, all in flight at once. They put
 their sums into global memory, wait for each other, and each adds up those of all, in order, for its share of x's rows.
+That assumes that a grid of no more CTAs than SMs is resident at once: no parts where the number of SMs is unknown.
 
 Where x is much to load, the two CTAs of a `cluster` take neighbouring columns and each loads half of x for both.
 
@@ -35,6 +36,7 @@ from pallas_kernels.device import H200, Device
 from pallas_kernels.w4a16.spec import W4A16Spec
 
 SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
+MOST_ROWS = 1024  # of x; more were not timed beside dequantising once and cuBLAS
 _RESERVED = 8 * 1024  # barriers, and what rounding each array up to 1 KiB adds
 _K = 64  # rows of W to a step
 _OUT = 64  # rows of y that leave through shared memory at a time
@@ -110,7 +112,7 @@ class _Kernel:
 
     @property
     def token_tiles(self) -> int:
-        return pl.cdiv(self.spec.M, self.config.tokens)
+        return max(1, pl.cdiv(self.spec.M, self.config.tokens))
 
     @property
     def tiles(self) -> int:
@@ -166,26 +168,27 @@ def smem_bytes(spec: W4A16Spec, config: Config) -> int:
 
 def candidates(spec: W4A16Spec, device: Device) -> list[Config]:
     """Configurations worth timing."""
-    cores = _cores(device)
     tiles = [Config(warpgroups=4, blocks=1, tokens=64)] * (spec.M <= 64)
     tiles += [Config(blocks=2, tokens=tokens) for tokens in (64, 128) if tokens < spec.M + 64]
     tiles += [Config(tokens=tokens) for tokens in (64, 128, 192, 256) if tokens < spec.M + 64]
     every = [dataclasses.replace(config, parts=parts) for config in tiles for parts in (1, 2, 4, 8)]
     every += [dataclasses.replace(config, cluster=2) for config in tiles]
-    return [config for config in every if _fits(_Kernel(spec=spec, config=config, cores=cores)) is None]
+    return [config for config in every if _fits(spec, config, device) is None]
 
 
 def _cores(device: Device) -> int:
     return device.num_cores or H200.num_cores or 1
 
 
-def _fits(kernel: _Kernel) -> str | None:
+def _fits(spec: W4A16Spec, config: Config, device: Device) -> str | None:
     """Why the call cannot run with the configuration."""
-    spec, config = kernel.spec, kernel.config
+    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
     if (need := smem_bytes(spec, config)) > SMEM_LIMIT - _RESERVED:
         return f"it needs {need} bytes of shared memory, and there are {SMEM_LIMIT - _RESERVED}"
     if kernel.cores < config.cluster:
         return f"there are {kernel.cores} SMs for a cluster of {config.cluster}"
+    if config.parts > 1 and device.num_cores is None:
+        return f"CTAs wait for each other, and how many fit on {device} at a time is not known"
     if config.parts > 1 and (ctas := kernel.tiles * config.parts) > kernel.cores:
         return f"{ctas} CTAs wait for each other, and {kernel.cores} fit at a time"
     if config.parts > 1 and (config.parts - 1) * kernel.steps * _K >= spec.padded_K:
@@ -231,6 +234,8 @@ def why_not(spec: W4A16Spec, device: Device) -> str | None:
         return f"takes float16 and bfloat16 activations, not {spec.dtype}"
     if spec.operand_dtype != spec.dtype:
         return f"rounds weights to {spec.dtype}, whose range {spec.scale_dtype} scales exceed"
+    if spec.M > MOST_ROWS:
+        return f"takes up to {MOST_ROWS} rows of activations, not {spec.M}: with more it was not timed beside cuBLAS"
     return None
 
 
@@ -249,9 +254,9 @@ def matmul(
     Raises ValueError where the configuration cannot serve the call.
     """
     config = config or default(spec, device)
-    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
-    if (reason := _fits(kernel)) is not None:
+    if (reason := _fits(spec, config, device)) is not None:
         raise ValueError(f"{spec.op}: {config=} for {spec!s} - {reason}. Choose one of `candidates`.")
+    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
     # TMA fills up with zeros, but Mosaic wants whole tiles of 8 x 64.
     x = jnp.pad(x, ((0, -spec.M % 8), (0, spec.padded_K - spec.K)))
     side = {"scales": scales} if zeros is None else {"scales": scales, "zeros": zeros}
@@ -275,10 +280,9 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         smem["x_free"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=stages)
     names = tuple(smem)
     y = jax.ShapeDtypeStruct((operands["x"].shape[0], spec.padded_N), spec.dtype)
-    inputs: dict[str, Any] = dict(operands)
-    outputs = {"out": y}
+    inputs, outputs = [*operands], {"out": y}
     if config.parts > 1:
-        inputs["arrived"] = jax.new_ref(jnp.zeros((kernel.tiles * config.warpgroups,), i32))
+        inputs.append("arrived")
         outputs["sums"] = jax.ShapeDtypeStruct(kernel.sums_shape, f32)
 
     def body(*refs):
@@ -302,7 +306,10 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
             reduction_scratch_bytes=0,
         ),
     )
-    return launch(*inputs.values())[0]
+    if config.parts == 1:
+        return launch(*operands.values())[0]
+    counters = kernel.tiles * config.warpgroups
+    return mosaic.with_zeros(counters, lambda arrived: launch(*operands.values(), arrived), tuple(outputs.values()))[0]
 
 
 def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:

@@ -3,10 +3,12 @@
     x (M, K') over (.., rows)     words, scales, zeros over (columns, rows)     ->  y (M, N') over (.., columns)
 
 The parts are those that the weight comes in. A column-parallel weight needs nothing else; where rows are split, every
-device multiplies its own and the partial products are added in float32.
+device multiplies its own and the partial products are added in float32. An axis of the mesh that splits rows of both x
+and W splits only those of x where that moves fewer bytes.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32, UInt8
@@ -27,11 +31,11 @@ from pallas_kernels.w4a16.spec import W4A16Spec
 Kernel = Callable[..., Any]
 
 
-def partitioned(kernel: Kernel) -> Kernel:
+def partitioned(kernel: Kernel, *, most_rows: int | None = None) -> Kernel:
     """`kernel(spec, x, words, scales, zeros)` for arrays that are split over a mesh, mapped, or neither.
 
-    The kernel sees the arrays of one device, and a spec of their sizes. Raises ValueError inside a `shard_map` that
-    checks how values vary: jax has no kernels there (0.11: "mpmd_map does not support Refs with varying ...").
+    The kernel sees the arrays of one device, and a spec of their sizes. Rows of x that vmap maps go to it at once, if
+    they are no more than `most_rows`.
     """
 
     def product(
@@ -42,20 +46,24 @@ def partitioned(kernel: Kernel) -> Kernel:
         zeros: UInt8[Array, "column_tiles groups 64"] | None,
     ) -> Float[Array, "m n"]:
         packed = (words, scales) if zeros is None else (words, scales, zeros)
-        return _mapped(kernel, spec)(x, *packed)
+        return _mapped(kernel, most_rows, spec)(x, *packed)
 
     return product
 
 
-def _mapped(kernel: Kernel, spec: W4A16Spec) -> Callable[..., Any]:
+def _mapped(kernel: Kernel, most_rows: int | None, spec: W4A16Spec) -> Callable[..., Any]:
     @custom_vmap
     def run(x: Array, *packed: Array) -> Array:
-        return _by_parts(kernel, dataclasses.replace(spec, M=x.shape[0]), x, *packed)
+        by_parts = functools.partial(_by_parts, kernel, dataclasses.replace(spec, M=x.shape[0]))
+        return _unmarked(by_parts, x, *packed)
 
     @run.def_vmap
     def rule(size: int, mapped: Sequence[bool], x: Array, *packed: Array) -> tuple[Array, bool]:
-        if not any(mapped[1:]):  # one weight for all: a larger M
-            return run(x.reshape(-1, x.shape[-1]), *packed).reshape(size, -1, spec.N), True
+        rows = x.shape[-2]
+        if size == 0:
+            return jnp.zeros((0, rows, spec.N), spec.dtype), True
+        if not any(mapped[1:]) and (most_rows is None or size * rows <= most_rows):  # one weight for all: a larger M
+            return run(x.reshape(-1, x.shape[-1]), *packed).reshape(size, rows, spec.N), True
         everything = (x, *packed)
         moving = [a for a, moves in zip(everything, mapped, strict=True) if moves]
 
@@ -68,14 +76,35 @@ def _mapped(kernel: Kernel, spec: W4A16Spec) -> Callable[..., Any]:
     return run
 
 
+def _unmarked(function: Callable[..., Any], *arrays: Array) -> Array:
+    """function(*arrays), traced on arrays that do not say over which axes of a shard_map they vary; its result does.
+
+    jax has no kernels of arrays that do (0.11: "mpmd_map does not support Refs with varying manual axis types").
+    """
+    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    union = frozenset().union(*varying)
+    if not union:
+        return function(*arrays)
+    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    alike = [jax.lax.pcast(a, tuple(union - own), to="varying") for a, own in zip(arrays, varying, strict=True)]
+    return _unmarked_call.bind(*alike, jaxpr=jax.jit(function).trace(*plain).jaxpr)[0]
+
+
+def _lower_unmarked(context: Any, *operands: Any, jaxpr: Any) -> Any:
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(context.replace(avals_in=jaxpr.in_avals), *operands)
+
+
+_unmarked_call = Primitive("w4a16_unmarked")
+_unmarked_call.multiple_results = True
+_unmarked_call.def_abstract_eval(
+    lambda x, *_, jaxpr: [aval.update(manual_axis_type=x.manual_axis_type) for aval in jaxpr.out_avals]
+)
+_unmarked_call.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
+mlir.register_lowering(_unmarked_call, _lower_unmarked)
+
+
 def _by_parts(kernel: Kernel, spec: W4A16Spec, x: Array, *packed: Array) -> Array:
     mesh = jax.sharding.get_abstract_mesh()
-    varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in (x, *packed)))
-    if varying:
-        raise ValueError(
-            f"{spec.op}: inside a shard_map that checks how values vary over {sorted(varying)} - a kernel cannot say "
-            "how its result does. Pass check_vma=False to shard_map, or choose implementation='xla'."
-        )
     if alone() or (mesh.manual_axes and all(mesh.shape[a] == 1 for a in mesh.axis_names if a not in mesh.manual_axes)):
         return _call(kernel, spec, x, *packed)
     whole = dataclasses.replace(spec, K=spec.padded_K, N=spec.padded_N)
@@ -93,9 +122,12 @@ def _by_parts(kernel: Kernel, spec: W4A16Spec, x: Array, *packed: Array) -> Arra
             columns, rows, batch = (), (), ()
         else:
             columns = _dividing(_axes(words, 0), words_shape[0], mesh)
-            rows = _rows(_axes(words, 1), whole, mesh)
-            taken = (*columns, *rows)
-            batch = [axis for axis in (_axes(x, 0) if isinstance(x, NamedSharding) else ()) if axis not in taken]
+            wanted = _axes(x, 0) if isinstance(x, NamedSharding) else ()
+            rows = _axes(words, 1)
+            if 4 * whole.M > whole.K / 2:  # bytes a column: y in float32, to be summed, and W, to be gathered
+                rows = tuple(axis for axis in rows if axis not in wanted)
+            rows = _rows(rows, whole, mesh)
+            batch = [axis for axis in wanted if axis not in (*columns, *rows)]
             batch = _dividing(batch, whole.M, mesh)
 
         def part(x: Array, *packed: Array) -> Array:

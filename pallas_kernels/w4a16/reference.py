@@ -26,8 +26,8 @@ def matmul(
     """
     w = columns(spec, words, scales, zeros)
     x = layout.in_word_order(jnp.pad(x.astype(w.dtype), ((0, 0), (0, spec.padded_K - spec.K))))
-    # Float32 activations are multiplied as such; 16 bits fit whole into whatever the hardware multiplies.
-    precision = Precision.HIGHEST if spec.dtype == "float32" else Precision.DEFAULT
+    # Float32 operands are multiplied as such; 16 bits fit whole into whatever the hardware multiplies.
+    precision = Precision.HIGHEST if spec.operand_dtype == "float32" else Precision.DEFAULT
     return jnp.matmul(x, w.T, precision=precision)[:, : spec.N].astype(spec.dtype)
 
 

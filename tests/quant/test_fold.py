@@ -69,3 +69,9 @@ def test_without_a_permutation_nothing_changes():
 def test_producers_of_other_features_are_refused():
     with pytest.raises(ValueError, match=r"^fold_permutation: .* \(70, 90\) before a weight of shape \(100, 40\)"):
         fold_permutation(DOWN, {"gate": jnp.zeros((70, 90))})
+
+
+def test_stacked_weights_are_refused():
+    stack = jax.tree.map(lambda a: jnp.stack([a, a]), (DOWN, PRODUCERS["packed"]))
+    with pytest.raises(ValueError, match=r"^fold_permutation: .* shape \(2, 100\) - .* \(100,\)\. Use jax.vmap"):
+        fold_permutation(*stack)

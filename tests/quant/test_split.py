@@ -121,6 +121,21 @@ def test_other_cuts_are_refused(K, N, group, names, count, message):
         split.check({"weight": weight}, {"weight": names}, over(count))
 
 
+@pytest.mark.parametrize("K", [40, 192, 960])
+@pytest.mark.parametrize("names, count", [(COLUMN_PARALLEL, 2), (COLUMN_PARALLEL, 1), (ROW_PARALLEL, 1)])
+def test_a_short_last_group_is_no_fault_of_rows_that_stay_whole(K, names, count):
+    whole, x = tensor(K, 128, 128), np.random.default_rng(1).standard_normal((2, K)).astype(np.float32)
+    with jax.set_mesh(over(count)):
+        y = jax.jit(matmul)(x, placed(whole, names, over(count)))
+    w = oracle.weight(*parts(K, 128, 128, False), 128)
+    assert_close(y, oracle.product(x, w), oracle.product(x, w, x.dtype))
+
+
+def test_a_short_last_group_works_on_one_device():
+    with pytest.raises(ValueError, match=r"K=192 rows in groups of 128 over 2 devices .* Make it one of \[1\]"):
+        split.check({"w": tensor(192, 128, 128)}, {"w": ROW_PARALLEL}, over(2))
+
+
 def test_all_faults_in_one_error_and_dense_arrays_too():
     axes = {"a": ROW_PARALLEL, "b": COLUMN_PARALLEL, "norm": ("norm",)}
     packed = {

@@ -10,8 +10,9 @@ import pytest
 
 from pallas_kernels.device import H200, Device, current_device
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.w4a16 import api, layout
+from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.cases import CASES, Case
+from tests.pallas_kernels.w4a16.padding import hostile_padding
 from tests.quant import oracle
 from tests.tolerance import assert_close
 
@@ -65,20 +66,11 @@ def test_no_rows():
 
 
 def test_padding_is_never_seen():
-    """Codes, scales and zero points beyond K and N may be anything."""
+    """Codes, zero points and scales beyond K and N may be any finite weights."""
     case = Case(K=70, N=70, group=32, zeros=True)
-    spec, (x, words, scales, zeros) = case.spec(), case.packed()
-    _, codes, _, _ = case.operands()
-    hostile = np.random.default_rng(1).integers(0, 16, (128, 128), dtype=np.uint8)
-    hostile[:70, :70] = codes
-    beyond = (np.arange(4)[None, :, None] * 32 >= 70) | (np.arange(128).reshape(2, 1, 64) >= 70)
-    dirty = (
-        layout.pack(jnp.asarray(hostile)),
-        jnp.where(beyond, jnp.nan, scales),
-        jnp.where(beyond, 15, zeros).astype(jnp.uint8),
-    )
+    spec, (x, *packed) = case.spec(), case.packed()
     f = jax.jit(functools.partial(api.matmul, spec))
-    np.testing.assert_array_equal(f(x, *dirty), f(x, words, scales, zeros))
+    np.testing.assert_array_equal(f(x, *hostile_padding(case)), f(x, *packed))
 
 
 def test_nan_and_infinity_in_one_row_stay_there():
@@ -127,3 +119,13 @@ def test_explain_names_every_implementation():
         assert explanation.chosen is not None
     assert api.explain(CASES["plain"].spec(), device=cpu).chosen == "xla"
     assert api.explain(CASES["plain"].spec(), device=H200, implementation="xla").chosen == "xla"
+
+
+@pytest.mark.parametrize("M", [0, 1, 32, 33, 1024, 1025])
+@pytest.mark.parametrize("implementation", [None, *(implementation.name for implementation in api.IMPLEMENTATIONS)])
+def test_explain_any_number_of_rows(implementation, M):
+    spec = dataclasses.replace(CASES["plain"].spec(), M=M)
+    limits = {"hopper": 32, "hopper_large": 1024, "xla": 1 << 30}
+    serving = [name for name, most in limits.items() if most >= M and implementation in (None, name)]
+    explanation = api.explain(spec, device=H200, implementation=implementation)
+    assert explanation.chosen == (serving[0] if serving else None) and str(explanation)

@@ -15,6 +15,7 @@ from pallas_kernels.w4a16.cases import CASES, COLUMN, Case
 from pallas_kernels.w4a16.spec import W4A16Spec
 from tests.mosaic.interpreter import run_interpreted
 from tests.mosaic.lowering import lower_for_cuda
+from tests.pallas_kernels.w4a16.padding import hostile_padding
 from tests.tolerance import assert_close
 
 Few, Many = hopper.Config, hopper_large.Config
@@ -37,7 +38,9 @@ def products(case: Case, rounded: str | None = None) -> tuple[np.ndarray, np.nda
     return exact, (x.astype(np.float32) @ plain).astype(jnp.dtype(case.dtype))
 
 
-def call(case: Case, config: Config | None, cores: int, implementation: Any = None) -> tuple[Any, tuple[Any, ...]]:
+def call(
+    case: Case, config: Config | None, cores: int | None, implementation: Any = None
+) -> tuple[Any, tuple[Any, ...]]:
     """(function of arrays, arrays) of the kernel's call."""
     if implementation is None:
         assert config is not None
@@ -174,6 +177,15 @@ def test_parts_of_the_rows_of_w(config, M):
     check(case, config, cores=16, together=True)
 
 
+@pytest.mark.parametrize("config", [Few(), Many(tokens=64)], ids=name_of)
+def test_padding_is_never_seen(config):
+    """Any finite weights past K and N."""
+    case = Case(K=70, N=70, group=32, zeros=True)
+    function, (x, *packed) = call(case, config, 1)
+    clean, dirty = (np.asarray(run_interpreted(function, x, *arrays)) for arrays in (packed, hostile_padding(case)))
+    np.testing.assert_array_equal(dirty, clean)
+
+
 # Lowering finds what the interpreter cannot: layouts, and shared memory.
 
 SHAPES = [(8192, 57344), (4096, 28672), (14336, 4096), (4096, 4096), (4096, 1024), (200, 100)]  # K, N
@@ -226,7 +238,7 @@ def test_candidates_for_many_rows_lower(spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", [hopper, hopper_large], ids=["few", "many"])
-@pytest.mark.parametrize("M", [1, 32, 33, 256, 4096])
+@pytest.mark.parametrize("M", [1, 32, 33, 256, 1024])
 def test_every_candidate_lowers(implementation, M):
     spec = W4A16Spec(M=M, K=4096, N=4096, group=128, zeros=True, dtype="bfloat16", scale_dtype="bfloat16")
     if (reason := implementation.why_not(spec, H200)) is not None:
@@ -269,6 +281,18 @@ def test_parts_that_would_wait_for_ever_are_told():
     function, arrays = call(Case(M=33), Many(tokens=64, parts=4), 132)
     with pytest.raises(ValueError, match="256 rows of W for 4 parts"):
         function(*arrays)
+    function, arrays = call(Case(M=33, K=4096), Many(tokens=64, parts=2), None)
+    with pytest.raises(ValueError, match="CTAs wait for each other.*NVIDIA H200.*not known"):
+        function(*arrays)
+
+
+@pytest.mark.parametrize("M", [33, 64, 256])
+def test_no_parts_where_the_sms_are_not_counted(M):
+    spec = Case(M=M, K=4096, N=1024, group=128).spec()
+    unknown = dataclasses.replace(H200, num_cores=None)
+    chosen = hopper_large.candidates(spec, unknown)
+    assert hopper_large.default(spec, H200).parts > 1
+    assert chosen and all(config.parts == 1 for config in (*chosen, hopper_large.default(spec, unknown)))
 
 
 @pytest.mark.parametrize(
@@ -303,5 +327,6 @@ def test_why_not():
         assert "Hopper" in str(kernel.why_not(case.spec(), CPU))
         assert "float32" in str(kernel.why_not(dataclasses.replace(case, dtype="float32").spec(), H200))
     assert "33" in str(hopper.why_not(dataclasses.replace(case, M=33).spec(), H200))
+    assert "1025" in str(hopper_large.why_not(dataclasses.replace(case, M=1025).spec(), H200))
     narrow = dataclasses.replace(case, dtype="float16")
     assert "range" in str(hopper_large.why_not(narrow.spec(), H200))

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import mosaic
 from pallas_kernels.w4a16 import reference
 from pallas_kernels.w4a16.cases import COLUMN, Case
 from pallas_kernels.w4a16.derivative import differentiable
@@ -23,10 +24,15 @@ seen: list = []
 
 
 def kernel(spec, x, words, scales, zeros):
-    """The exact path in a kernel's place. Remembers what it was given."""
+    """The exact path in a kernel's place, with a counter as kernels have. Remembers what it was given."""
     seen.append(((spec.M, spec.K, spec.N), words.shape[:2], scales.shape[:2]))
     assert x.shape == (spec.M, spec.K)
-    return reference.matmul(spec, x, words, scales, zeros)
+
+    def launch(counter):
+        counter[...] += 1
+        return [reference.matmul(spec, x, words, scales, zeros)]
+
+    return mosaic.with_zeros(1, launch, [jax.ShapeDtypeStruct((spec.M, spec.N), spec.dtype)])[0]
 
 
 product = differentiable(partitioned(kernel), exact=reference.matmul)
@@ -44,10 +50,15 @@ def put(a, *place):
 def spread(case, batch, columns, rows):
     x, words, scales, zeros = case.packed()
     by_group = rows if scales.shape[1] > 1 else None
+    features = rows if case.K % 128 == 0 and not axes(batch) & axes(rows) else None
     packed = [put(words, columns, rows), put(scales, columns, by_group)]
     if zeros is not None:
         packed.append(put(zeros, columns, by_group))
-    return put(x, batch, rows if case.K % 128 == 0 else None), *packed
+    return put(x, batch, features), *packed
+
+
+def axes(entry):
+    return {entry} if isinstance(entry, str) else set(entry or ())
 
 
 def check(case, y, dx, dy):
@@ -92,6 +103,13 @@ def test_every_device_multiplies_its_part(inside, columns, rows, local):
     assert sizes == local and tiles == (local[2] // 64, local[1] // 64) and groups == (local[2] // 64, local[1] // 128)
     assert y.sharding.spec == P("data", columns) or (columns is None and y.sharding.spec == P("data"))
     assert "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize("M, local", [(64, (32, 256, 128)), (72, (18, 512, 128))])
+def test_an_axis_of_both_batch_and_rows_moves_the_fewer_bytes(M, local):
+    """Few rows of x: y is summed over it, in 4 bytes; many: the weight is gathered, in half a byte."""
+    _, (sizes, _, _), _ = run(dataclasses.replace(CASE, M=M), ("data", "fsdp"), "tensor", "fsdp")
+    assert sizes == local
 
 
 @pytest.mark.parametrize(
@@ -140,13 +158,18 @@ def test_vmap_over_activations_makes_them_longer_and_over_weights_repeats():
             assert_close(got, oracle.product(rows, w), oracle.product(rows, w, rows.dtype))
 
 
-def by_hand(case, axes, names):
-    """Columns over `axes` of a shard_map that is manual over `names`; its (y, dx), dx summed over the columns."""
+def by_hand(case, axes, names, check_vma):
+    """Columns over `axes` of a shard_map that is manual over `names`; its (y, dx), dx summed over the columns.
+
+    One that checks how values vary, jax's default, adds that sum itself.
+    """
     local = dataclasses.replace(case, N=case.N // 2 ** len(axes)).spec()
 
     def body(x, words, scales, zeros):
         y, pull = jax.vjp(lambda x: product(local, x, words, scales, zeros), x)
-        return y, jax.lax.psum(pull(jnp.ones_like(y))[0], axes)
+        assert jax.typeof(y).manual_axis_type.varying == (set(axes) if check_vma else set())
+        dx = pull(jnp.ones_like(y))[0]
+        return y, dx if check_vma else jax.lax.psum(dx, axes)
 
     columns = P(axes)
     return jax.jit(
@@ -156,7 +179,7 @@ def by_hand(case, axes, names):
             in_specs=(P(), columns, columns, columns),
             out_specs=(P(None, axes), P()),
             axis_names=names,
-            check_vma=False,
+            check_vma=check_vma,
         )
     )
 
@@ -166,26 +189,39 @@ MANUAL = dataclasses.replace(CASE, dtype="float32")
 ONES = np.ones((MANUAL.M, MANUAL.N), np.float32)
 
 
-def test_inside_a_fully_manual_shard_map():
+CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
+
+
+@CHECKS
+def test_inside_a_fully_manual_shard_map(check_vma):
     seen.clear()
-    y, dx = by_hand(MANUAL, ("fsdp", "tensor"), set(AXES))(*MANUAL.packed())
+    y, dx = by_hand(MANUAL, ("fsdp", "tensor"), set(AXES), check_vma)(*MANUAL.packed())
     assert seen[-1][0] == (8, 512, 64)
     check(MANUAL, y, dx, ONES)
 
 
 @pytest.mark.slow
-def test_inside_a_partly_manual_shard_map():
+@CHECKS
+def test_inside_a_partly_manual_shard_map(check_vma):
     """Columns are split by hand, the rest by the partitioner."""
-    y, dx = by_hand(MANUAL, ("tensor",), {"tensor"})(*spread(MANUAL, "data", "tensor", "fsdp"))
+    y, dx = by_hand(MANUAL, ("tensor",), {"tensor"}, check_vma)(*spread(MANUAL, "data", "tensor", "fsdp"))
     check(MANUAL, y, dx, ONES)
 
 
-def test_a_shard_map_that_checks_how_values_vary_is_refused():
-    split = jax.shard_map(
-        functools.partial(product, CASE.spec()),
-        mesh=mesh(),
-        in_specs=(P("data"), P(), P(), P()),
-        out_specs=P("data"),
-    )
-    with pytest.raises(ValueError, match=r"^w4a16_matmul: inside a shard_map .* over \['data'\] .* check_vma=False"):
-        jax.eval_shape(split, *dataclasses.replace(CASE, M=16).packed())
+@pytest.mark.parametrize("case", [CASE, dataclasses.replace(CASE, dtype="float32")], ids=lambda case: case.dtype)
+def test_inside_a_shard_map_that_checks_how_values_vary(case):
+    """jax's default. Rows of x are split by hand; the weight is the same everywhere, so dx needs no sum."""
+    dy = np.random.default_rng(1).standard_normal((case.M, case.N)).astype(jnp.dtype(case.dtype))
+    local = dataclasses.replace(case, M=1).spec()
+
+    def body(x, dy, *packed):
+        y, pull = jax.vjp(lambda x: product(local, x, *packed), x)
+        assert jax.typeof(y).manual_axis_type.varying == set(AXES)
+        return y, pull(dy)[0]
+
+    x, *packed = case.packed()
+    split = jax.shard_map(body, mesh=mesh(), in_specs=(P(AXES), P(AXES), P(), P(), P()), out_specs=P(AXES))
+    seen.clear()
+    y, dx = jax.jit(split)(x, jnp.asarray(dy), *packed)
+    check(case, y, dx, dy)
+    assert seen[-1][0] == (1, case.K, case.N)

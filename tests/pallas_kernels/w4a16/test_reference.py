@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.lax import Precision
 
 from pallas_kernels.w4a16 import api, layout, reference, tile
 from pallas_kernels.w4a16.cases import CASES, COLUMN, Case
@@ -70,6 +71,22 @@ def test_the_backward_pass_multiplies_in_the_operands_dtype():
     _, pull = jax.vjp(lambda x: api.matmul(spec, x, *packed), x)
     products = list(dots(jax.make_jaxpr(pull)(jnp.ones((3, 70), "bfloat16")).jaxpr))
     assert products and all(v.aval.dtype == jnp.bfloat16 for eqn in products for v in eqn.invars)
+
+
+@pytest.mark.parametrize(
+    "dtype, scale_dtype", [("float16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")]
+)
+def test_float32_operands_are_multiplied_as_such(dtype, scale_dtype):
+    """Not in TF32, whose 11 bits are fewer than those of a code times a scale."""
+    case = dataclasses.replace(CASE, dtype=dtype, scale_dtype=scale_dtype)
+    spec, (x, *packed) = case.spec(), case.packed()
+    full = (Precision.HIGHEST, Precision.HIGHEST)
+    function = jax.make_jaxpr(jax.value_and_grad(lambda x: api.matmul(spec, x, *packed).sum()))
+    products = list(dots(function(x).jaxpr))
+    assert len(products) >= 2
+    for eqn in products:
+        assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype(spec.operand_dtype)}
+        assert (eqn.params["precision"] == full) == (spec.operand_dtype == "float32")
 
 
 def dots(jaxpr):
