@@ -21,6 +21,7 @@ def jaxflash(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, env=environment)
 
 
+@pytest.mark.slow
 def test_train_on_a_mesh_continue_and_generate(tmp_path):
     first = jaxflash(
         "train", "--preset", "tiny", *SMALL, "--mesh", "fsdp=4,tensor=2", "--cpu-devices", "8", "--steps", "3",

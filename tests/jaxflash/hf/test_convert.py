@@ -168,6 +168,7 @@ def commands(*calls: list[str], cwd: Path) -> list[tuple[str, str, str]]:
     return list(zip(codes, re.split(r"EXIT.*\n", done.stdout), done.stderr.split("EXIT\n"), strict=False))
 
 
+@pytest.mark.slow
 def test_the_command_line(hub, tmp_path):
     gguf = str(with_template(tmp_path / "x.gguf"))
     awq = copy("llama2", tmp_path)

@@ -75,8 +75,10 @@ def test_on_a_mesh_nothing_is_gathered():
     assert "all_gather" not in text and "all_to_all" not in text
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(
+    "head_dim, check_vma",
+    [(64, True), (256, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (64, 256))],
+)
 def test_inside_a_shard_map_of_the_users(head_dim, check_vma):
     """Which may check how values vary (jax's default), where jax takes no kernel as it is."""
     mesh = make_mesh({"data": 2}, devices=jax.devices()[:2])

@@ -74,12 +74,12 @@ SERVED_FEW = [name for name, case in SERVED.items() if hopper.why_not(case.spec(
 SERVED_MANY = [name for name, case in SERVED.items() if hopper_large.why_not(case.spec(), H200) is None]
 
 
-@pytest.mark.parametrize("name", some_slow(SERVED_FEW, 6))
+@pytest.mark.parametrize("name", some_slow(SERVED_FEW, 12))
 def test_few_rows(name):
     check(SERVED[name], None, implementation=hopper)
 
 
-@pytest.mark.parametrize("name", some_slow(SERVED_MANY, 7))
+@pytest.mark.parametrize("name", some_slow(SERVED_MANY, 14))
 def test_many_rows(name):
     check(SERVED[name], None, implementation=hopper_large)
 
@@ -100,7 +100,7 @@ def name_of(x: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "config, group", some_slow(zip(FEW_CONFIGS, itertools.cycle((128, 32, COLUMN, 64))), 3), ids=name_of
+    "config, group", some_slow(zip(FEW_CONFIGS, itertools.cycle((128, 32, COLUMN, 64))), 7), ids=name_of
 )
 def test_schedules_of_few_rows(config, group):
     """Steps, slices and turns that do not come out even: 5 tiles of rows, 7 of columns."""
@@ -124,7 +124,7 @@ MANY_CONFIGS = [
 
 
 @pytest.mark.parametrize(
-    "config, group", some_slow(zip(MANY_CONFIGS, itertools.cycle((128, 32, COLUMN, 64))), 2), ids=name_of
+    "config, group", some_slow(zip(MANY_CONFIGS, itertools.cycle((128, 32, COLUMN, 64))), 5), ids=name_of
 )
 def test_schedules_of_many_rows(config, group):
     """An odd number of steps, runs of columns that do not come out even, a tile of rows of x that is not full."""
@@ -149,7 +149,7 @@ def test_clusters_that_share_x(config, M, N):
     check(Case(M=M, K=320, N=N, group=32), config, cores=4)
 
 
-@pytest.mark.parametrize("config", some_slow(MANY_CONFIGS, 6), ids=name_of)
+@pytest.mark.parametrize("config", some_slow(MANY_CONFIGS, 14), ids=name_of)
 def test_several_tiles_of_rows(config):
     check(Case(M=config.tokens + 9, K=100, N=300, zeros=True), config, cores=3)
 
@@ -220,7 +220,7 @@ def specs(rows: tuple[int, ...]) -> list[W4A16Spec]:
     return [W4A16Spec(M=rows[(i + j) % len(rows)], K=K, N=N, **default | kind) for (i, (K, N)), (j, kind) in every]
 
 
-@pytest.mark.parametrize("spec", some_slow(specs((1, 8, 16, 17, 32)), 5), ids=str)
+@pytest.mark.parametrize("spec", some_slow(specs((1, 8, 16, 17, 32)), 11), ids=str)
 def test_candidates_for_few_rows_lower(spec):
     chosen = hopper.candidates(spec, H200)
     assert hopper.default(spec, H200) in chosen
@@ -228,7 +228,7 @@ def test_candidates_for_few_rows_lower(spec):
         lower(spec, config, hopper)
 
 
-@pytest.mark.parametrize("spec", some_slow(specs((33, 64, 130, 256, 4096)), 5), ids=str)
+@pytest.mark.parametrize("spec", some_slow(specs((33, 64, 130, 256, 4096)), 11), ids=str)
 def test_candidates_for_many_rows_lower(spec):
     chosen = hopper_large.candidates(spec, H200)
     assert hopper_large.default(spec, H200) in chosen

@@ -80,7 +80,11 @@ def through_checkpointed_gradient(f, x, words, scales):
 @pytest.mark.parametrize(
     "transform", [through_jit, through_scan, through_while, through_vmap, through_checkpointed_gradient]
 )
-@pytest.mark.parametrize("case, implementation", [(FEW, api.HOPPER), (MANY, api.HOPPER_LARGE)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "case, implementation",
+    [pytest.param(FEW, api.HOPPER, marks=pytest.mark.slow), (MANY, api.HOPPER_LARGE)],
+    ids=["few", "many"],
+)
 def test_lowers_through_transformations(transform, case, implementation, alone):
     spec = case.spec()
     assert hopper_large.default(MANY.spec(), H200).parts > 1  # the kind that counts in memory
