@@ -139,7 +139,8 @@ def test_gradients(name):
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+# Clusters are no candidate for tuning (they were slower): one case of each kind of mask.
+@pytest.mark.parametrize("name", ["causal_256", "dead_rows", "tails_256_128", "segments_cross"])
 @pytest.mark.slow
 def test_gradients_of_pairs_of_ctas(name):
     check(CASES[name], config=CONFIGS["pair"])

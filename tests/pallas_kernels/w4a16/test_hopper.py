@@ -237,8 +237,7 @@ def test_candidates_for_many_rows_lower(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", [hopper, hopper_large], ids=["few", "many"])
-@pytest.mark.parametrize("M", [1, 32, 33, 256, 1024])
+@pytest.mark.parametrize("implementation, M", [(hopper, 16), (hopper_large, 64), (hopper_large, 1024)])
 def test_every_candidate_lowers(implementation, M):
     spec = W4A16Spec(M=M, K=4096, N=4096, group=128, zeros=True, dtype="bfloat16", scale_dtype="bfloat16")
     if (reason := implementation.why_not(spec, H200)) is not None:
