@@ -11,13 +11,10 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import math
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +31,7 @@ from jaxflash.train import train
 from pallas_kernels.attention.api import explain
 from pallas_kernels.device import current_device
 from pallas_kernels.dispatch import Unsupported
+from pallas_kernels.timing import commit, versions
 from sharding.mesh import make_mesh, parse_mesh
 
 PROFILED_STEPS = 3
@@ -108,7 +106,7 @@ def measure(config: TrainConfig, *, warm_up: int = 5, trace: str | Path | None =
         "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
         "devices": mesh.size,
         "device": current_device().kind,
-        "versions": _versions(),
+        "versions": versions(),
     }
     if trace is not None:
         row |= {"profiled_steps": PROFILED_STEPS} | top_kernels(Path(trace), steps=PROFILED_STEPS)
@@ -219,30 +217,6 @@ def _attention(config: TrainConfig) -> str | None:
     return explain(query, key, key, is_causal=True, **facts).chosen
 
 
-def _versions() -> dict[str, str]:
-    installed: dict[str, str] = {}
-    for found in importlib.metadata.distributions():  # in the order of sys.path: the first is the one imported
-        installed.setdefault(found.name, found.version)
-    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "nvidia-cudnn-cu13")
-    versions = {name: installed[name] for name in names if name in installed}
-    if current_device().platform == "gpu" and (smi := shutil.which("nvidia-smi")):
-        query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
-        versions["driver"] = _output(query).partition("\n")[0]
-    return versions
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with `-dirty` where tracked files differ from it; None outside a checkout."""
-    root, git = Path(__file__).parents[1], shutil.which("git")
-    if git is None or not (root / ".git").exists():
-        return None
-    return _output([git, "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]) or None
-
-
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
@@ -283,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     row = {"what": "training", "preset": args.preset, **measured}
-    row |= {"commit": args.commit or _commit(), "date": datetime.date.today().isoformat()}
+    row |= {"commit": args.commit or commit(), "date": datetime.date.today().isoformat()}
     line = json.dumps(row | {"command": shlex.join(["python", "-m", "jaxflash.bench", *argv])})
     print(line, flush=True)
     if args.out is not None:

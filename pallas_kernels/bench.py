@@ -10,11 +10,9 @@ pair. The peer is cuDNN as jax.nn calls it, in the same run: not this library's 
 against NaN.
 """
 
-import argparse
 import functools
 import itertools
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.api import dot_product_attention
 from pallas_kernels.attention.spec import make_spec
-from pallas_kernels.device import current_device
-from pallas_kernels.timing import each, milliseconds, setting
+from pallas_kernels.timing import arguments, each, has_gpu, milliseconds, record, setting
 
 TOKENS = 16_384
 # Packed documents of the issue's row: 16k tokens in all.
@@ -152,33 +149,19 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=(__doc__ or "").splitlines()[0])
+    parser = arguments("pallas_kernels.bench", __doc__ or "")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
-    parser.add_argument("--only", default="", help="cells whose name holds this text")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--commit", help="goes into the rows; default: git's")
     parser.add_argument("--table", type=Path, help="print this file's rows as a table, and time nothing")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="processes; several need XLA_PYTHON_CLIENT_PREALLOCATE=false"
-    )
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(argv)
-    if arguments.table:
-        print(table([json.loads(line) for line in arguments.table.read_text().splitlines()]))
+    args = parser.parse_args(argv)
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
         return 0
-    if current_device().platform != "gpu":
-        print(f"error: {current_device()} - the benchmark needs a GPU.", file=sys.stderr)
+    if not has_gpu():
         return 2
-    shared = setting(shlex.join(["python", "-m", "pallas_kernels.bench", *argv]), arguments.commit)
-    chosen = [cell for cell in cells() if arguments.only in cell.name]
-    failed = 0
-    for row in rows(chosen, workers=arguments.workers, seconds=arguments.seconds):
-        failed += "error" in row
-        print(json.dumps(row), flush=True)
-        if arguments.out and "error" not in row:
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row | shared) + "\n")
-    return int(failed > 0)
+    shared = setting("pallas_kernels.bench", argv, args.commit)
+    chosen = [cell for cell in cells() if args.only in cell.name]
+    return int(record(rows(chosen, workers=args.workers, seconds=args.seconds), shared, args.out) > 0)
 
 
 if __name__ == "__main__":

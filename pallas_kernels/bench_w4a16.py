@@ -8,12 +8,9 @@ finds the L2 cache cold, divided by the calls; the sum of the kernels' times by 
 of the kernels is timed, and the row of a cell holds the best of each implementation.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import current_device
-from pallas_kernels.timing import chained, each, setting
+from pallas_kernels.timing import arguments, chained, each, has_gpu, record, setting
 from pallas_kernels.w4a16 import hopper, hopper_large, reference
 from pallas_kernels.w4a16.layout import TILE
 from pallas_kernels.w4a16.spec import W4A16Spec
@@ -151,29 +148,15 @@ def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[s
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.bench_w4a16", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = arguments("pallas_kernels.bench_w4a16", __doc__ or "")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
-    parser.add_argument("--only", default="", help="cells whose name holds this text")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
-    parser.add_argument("--commit", help="goes into the rows; default: git's")
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(argv)
-    if current_device().platform != "gpu":
-        print(f"error: {current_device()} - the benchmark needs a GPU.", file=sys.stderr)
+    args = parser.parse_args(argv)
+    if not has_gpu():
         return 2
-    shared = setting(shlex.join(["python", "-m", "pallas_kernels.bench_w4a16", *argv]), arguments.commit)
-    chosen = [cell for cell in cells() if arguments.only in cell.name]
-    failed = 0
-    for row in rows(chosen, workers=arguments.workers, seconds=arguments.seconds):
-        failed += "error" in row
-        print(json.dumps(row), flush=True)
-        if arguments.out and "error" not in row:
-            with arguments.out.open("a") as file:
-                file.write(json.dumps(row | shared) + "\n")
-    return int(failed > 0)
+    shared = setting("pallas_kernels.bench_w4a16", argv, args.commit)
+    chosen = [cell for cell in cells() if args.only in cell.name]
+    return int(record(rows(chosen, workers=args.workers, seconds=args.seconds), shared, args.out) > 0)
 
 
 if __name__ == "__main__":

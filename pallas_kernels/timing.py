@@ -1,11 +1,18 @@
 """Kernel times on the GPU at hand, as CUPTI reports them; jobs compile side by side and are timed one at a time."""
 
+import argparse
 import contextlib
+import importlib.metadata
+import json
 import multiprocessing
 import queue
+import shlex
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -132,14 +139,68 @@ def _result(run: Callable[[Any], Any], job: Any) -> Any:
         return f"{type(error).__name__}: {str(error)[:500]}"
 
 
-def setting(command: str, commit: str | None) -> dict[str, Any]:
-    """What every measured row repeats: device, versions, commit (None: git's), date and command."""
-    if commit is None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+def versions() -> dict[str, str]:
+    """What a figure depends on, as far as it is installed here: packages, and the driver."""
+    installed: dict[str, str] = {}
+    for package in importlib.metadata.distributions():  # in the order of sys.path: the first is the one imported
+        installed.setdefault(package.name, package.version)
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "nvidia-cudnn-cu13")
+    found = {name: installed[name] for name in names if name in installed}
+    if current_device().platform == "gpu" and (smi := shutil.which("nvidia-smi")):
+        query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        found["driver"] = _output(query).partition("\n")[0]
+    return found
+
+
+def commit() -> str | None:
+    """The checkout's commit, with `-dirty` where tracked files differ from it; None outside a checkout."""
+    root, git = Path(__file__).parents[1], shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return None
+    return _output([git, "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]) or None
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def setting(prog: str, argv: Sequence[str], given: str | None) -> dict[str, Any]:
+    """What every measured row repeats: device, versions, commit (as given, or git's), date and command."""
     return {
         "device": current_device().kind,
-        "jax": jax.__version__,
-        "commit": commit,
+        "versions": versions(),
+        "commit": given or commit(),
         "date": time.strftime("%Y-%m-%d"),
-        "command": command,
+        "command": shlex.join(["python", "-m", prog, *argv]),
     }
+
+
+def arguments(prog: str, text: str) -> argparse.ArgumentParser:
+    """What every command that times takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=text.splitlines()[0])
+    parser.add_argument("--only", default="", help="what is timed: names that hold this text")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop after so long (default 3600)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes; several need XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    )
+    parser.add_argument("--commit", help="goes into the rows; default: git's")
+    return parser
+
+
+def has_gpu() -> bool:
+    """Whether there is a GPU to time; says so on stderr where there is none."""
+    if current_device().platform != "gpu":
+        print(f"error: {current_device()} - timing needs a GPU.", file=sys.stderr)
+    return current_device().platform == "gpu"
+
+
+def record(rows: Iterable[dict[str, Any]], shared: dict[str, Any], out: Path | None) -> int:
+    """Prints rows as they come, and appends those without "error", with `shared`, to `out`; how many had an error."""
+    failed = 0
+    for row in rows:
+        failed += "error" in row
+        print(json.dumps(row), flush=True)
+        if out and "error" not in row:
+            with out.open("a") as file:
+                file.write(json.dumps(row | shared) + "\n")
+    return failed

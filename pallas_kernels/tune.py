@@ -6,12 +6,10 @@ Two rounds a problem: the schedules, then for the best of them the share of the 
 than `MARGIN` may be noise, and the default stays. Rows of other devices and other problems stay in the file.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
 import json
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import hopper, hopper_bwd, hopper_bwd_wide, hopper_config
-from pallas_kernels.attention.hopper_config import BackwardConfig, Config, WideConfig
+from pallas_kernels.attention.hopper_config import BackwardConfig, Config
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.bench import TOKENS
 from pallas_kernels.device import current_device
-from pallas_kernels.timing import each, milliseconds, setting
+from pallas_kernels.timing import arguments, each, has_gpu, milliseconds, setting
 
 MARGIN = 0.01
 
@@ -53,11 +51,13 @@ class Problem:
     @property
     def candidates(self) -> list[Any]:
         """The default first."""
-        of = hopper_config.candidates if self.kernel == "forward" else hopper_config.backward_candidates
-        return list(of(self.spec))
+        spec = self.spec
+        return (
+            list(hopper_config.candidates(spec)) if self.kernel == "forward" else [hopper_config.backward_default(spec)]
+        )
 
 
-Job = tuple[Problem, Config | BackwardConfig | WideConfig]
+Job = tuple[Problem, Config | BackwardConfig]
 
 
 def problems() -> list[Problem]:
@@ -160,24 +160,18 @@ def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=(__doc__ or "").splitlines()[0])
+    parser = arguments("pallas_kernels.tune", __doc__ or "")
     parser.add_argument("--write", type=Path, default=hopper_config.TUNED, help="the file (default: the package's own)")
-    parser.add_argument("--only", default="", help="problems whose name holds this text")
-    parser.add_argument("--seconds", type=float, default=600, help="stop after so long (default 600)")
-    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
-    parser.add_argument("--commit", help="goes into the rows; default: git's")
     argv = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(argv)
-    if current_device().platform != "gpu":
-        print(f"error: {current_device()} - tuning needs a GPU.", file=sys.stderr)
+    args = parser.parse_args(argv)
+    if not has_gpu():
         return 2
-    chosen = [problem for problem in problems() if arguments.only in problem.name]
-    rows, errors = tune(chosen, workers=arguments.workers, seconds=arguments.seconds)
-    shared = setting(shlex.join(["python", "-m", "pallas_kernels.tune", *argv]), arguments.commit)
-    old = json.loads(arguments.write.read_text()) if arguments.write.exists() else []
+    shared = setting("pallas_kernels.tune", argv, args.commit)
+    chosen = [problem for problem in problems() if args.only in problem.name]
+    rows, errors = tune(chosen, workers=args.workers, seconds=args.seconds)
+    old = json.loads(args.write.read_text()) if args.write.exists() else []
     merged = merge(old, [row | shared for row in rows])
-    text = "[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n"
-    arguments.write.write_text(text)
+    args.write.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
     print(*errors, sep="\n", file=sys.stderr)
     return int(bool(errors))
 

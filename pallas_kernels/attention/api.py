@@ -28,10 +28,9 @@ def _hopper_backward(spec: AttentionSpec, *arrays: Any, **operands: Any) -> tupl
 
 
 def _describe(spec: AttentionSpec, device: Device) -> str:
-    forward, backward = (
-        choose(spec, device) for choose in (hopper_config.forward_config, hopper_config.backward_config)
-    )
-    return f"forward: {forward}; backward: {backward}"
+    q_block, kv_block = hopper_config.backward_tiles(spec)
+    backward = f"{q_block} queries x {kv_block} keys, {hopper_config.backward_config(spec, device)}"
+    return f"forward: {hopper_config.forward_config(spec, device)}; backward: {backward}"
 
 
 HOPPER = Implementation(

@@ -19,24 +19,24 @@ The shard_map is inside the primitives: rules and names are outside it, and a ke
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.config import _check_vma  # pyright: ignore[reportPrivateUsage]
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import unmarked
 from pallas_kernels.attention.spec import OP, AttentionSpec
 from pallas_kernels.device import alone
+from sharding.local import axes_of, dividing
 from sharding.rules import RULES
 
 # Dims of every operand and result: B batch, N and K heads, the rest whole on every device.
@@ -75,7 +75,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *,
         optional = dict(zip(_OPTIONAL, (query_lengths, kv_lengths, query_segments, kv_segments), strict=True))
         given = {name: x for name, x in optional.items() if x is not None}
         call = _Call(spec=spec, scale=scale, optional=tuple(given), forward=forward, backward=backward, exact=exact)
-        out, lse = _attention(*_equally_varying(query, key, value, *given.values()), call=call)
+        out, lse = _attention(*unmarked.equally_varying(query, key, value, *given.values()), call=call)
         return out, lse
 
     return attend
@@ -191,25 +191,15 @@ class _Kernel:
         primitive.multiple_results = True
         primitive.def_impl(lambda *arrays, call, jaxpr: self.compiled(call, *arrays))
         # A shard_map within does not say over which axes of one around it the results vary: as the operands do.
-        primitive.def_abstract_eval(
-            lambda query, *_, call, jaxpr: [x.update(manual_axis_type=query.manual_axis_type) for x in jaxpr.out_avals]
-        )
-        mlir.register_lowering(primitive, mlir.lower_fun(self.lower, multiple_results=True))
+        primitive.def_abstract_eval(lambda query, *_, call, jaxpr: unmarked.marked(jaxpr, query))
+        mlir.register_lowering(primitive, unmarked.lower)
         batching.primitive_batchers[primitive] = self.batch
-
-    @staticmethod
-    def lower(*arrays: Any, call: _Call, jaxpr: Any) -> list[Any]:
-        with _check_vma(False):
-            return jaxpr_as_fun(jaxpr)(*arrays)
 
     def batch(self, arrays: Sequence[Any], dims: Sequence[Any], *, call: _Call, jaxpr: Any) -> tuple[Any, Any]:
         return _fold(self, arrays, dims, call=call)  # the jaxpr is of the sizes without the mapped axis
 
     def __call__(self, *arrays: Any, call: _Call) -> list[Any]:
-        # Without the marks of a shard_map around it that checks how values vary: with them, jax has no kernels.
-        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-        with _check_vma(False):
-            jaxpr = self.compiled.trace(call, *plain).jaxpr
+        jaxpr = self.compiled.trace(call, *unmarked.plain(arrays)).jaxpr
         return self.primitive.bind(*arrays, call=call, jaxpr=jaxpr)
 
 
@@ -289,7 +279,7 @@ def _by_shards(
     if all(mesh.shape[axis] == 1 for axis in free):
         return list(function(*arrays))
     query, key = arrays[:2]
-    batch, heads = _dividing(batch, query.shape[0], mesh), _dividing(heads, key.shape[2], mesh)
+    batch, heads = dividing(batch, query.shape[0], mesh), dividing(heads, key.shape[2], mesh)
     return list(
         jax.shard_map(
             function,
@@ -313,8 +303,8 @@ def _as_given(
     def partition(mesh: Any, shapes: Any, _: Any) -> Any:
         query, key, *_ = (shape.sharding for shape in shapes)
         if isinstance(query, NamedSharding):
-            batch = _dividing(_axes(query, 0), B, mesh)
-            heads = _dividing(_axes(query, 2) or _axes(key, 2), K, mesh)
+            batch = dividing(axes_of(query, 0), B, mesh)
+            heads = dividing(axes_of(query, 2) or axes_of(key, 2), K, mesh)
         else:  # jax could not name the axes: no operand came with a NamedSharding
             mesh, batch, heads = Mesh(np.array(list(query.device_set)), ("all",)), (), ()
         sides = [
@@ -329,26 +319,5 @@ def _as_given(
     return partitioned
 
 
-def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
-    """Those of the mesh axes, taken in order, that split a dim of this size evenly."""
-    kept: tuple[str, ...] = ()
-    for axis in axes:
-        if size % math.prod(mesh.shape[name] for name in (*kept, axis)) == 0:
-            kept = (*kept, axis)
-    return kept
-
-
-def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    entry = (*sharding.spec, *[None] * (dim + 1))[dim]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _entries(dims: str, batch: tuple[str, ...], heads: tuple[str, ...]) -> P:
     return P(*({"B": batch, "N": heads, "K": heads}.get(dim) or None for dim in dims))
-
-
-def _equally_varying(*arrays: Array) -> list[Array]:
-    """Inside a `shard_map`: all marked as varying over the axes that any varies over, which a primitive must see."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    union = frozenset().union(*varying)
-    return [jax.lax.pcast(x, tuple(union - own), to="varying") for x, own in zip(arrays, varying, strict=True)]

@@ -25,7 +25,6 @@ P' = 0; non-finite rows of K, which dQ would read, are zeroed in shared memory, 
 pairs that do see them are NaN; non-finite rows of Q and dO are zeroed in steps with a mask, and their LSE is NaN.
 """
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -38,22 +37,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import blocks
-from pallas_kernels.attention.hopper_bwd_plan import (
-    Call,
-    Place,
-    Plan,
-    make_plan,
-    mask_sides,
-    place,
-    row_count,
-    row_numbers,
-)
-from pallas_kernels.attention.hopper_config import (
-    BackwardConfig,
-    head_dims,
-    kv_heads_side_by_side,
-)
+from pallas_kernels.attention.hopper_bwd_plan import Call, Place, Tiles, differentiate, place, row_count
+from pallas_kernels.attention.hopper_config import BackwardConfig, backward_tiles, padded_head_dims
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.mosaic import ACC, COLUMNS, ROWS, Layout
 
@@ -68,17 +53,12 @@ _HALF_THREADS = 128 + 32  # a compute warpgroup and its writer warp
 _I32, _F32 = jnp.int32, jnp.float32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call(Call):
-    """All that the kernel is specialised to."""
-
-    @property
-    def half(self) -> tuple[int, int]:
-        """The part of a block of dQ that one warpgroup computes: 64 of 128 queries, or half of the head dim."""
-        return (64, self.D) if self.q_block == 128 else (self.q_block, self.D // 2)
+def _half(c: Call) -> tuple[int, int]:
+    """The part of a block of dQ that one warpgroup computes: 64 of 128 queries, or half of the head dim."""
+    return (64, c.D) if c.q_block == 128 else (c.q_block, c.D // 2)
 
 
-def _load(c: _Call, at: Place, refs: SimpleNamespace) -> None:
+def _load(c: Call, at: Place, refs: SimpleNamespace) -> None:
     """One warp: brings K and V once, and Q, dO and what belongs to rows step by step."""
     keys = pl.ds(at.j * KV_BLOCK, KV_BLOCK)
     plgpu.copy_gmem_to_smem(refs.k.at[at.b, keys, at.head], refs.k_s, refs.kv_ready)
@@ -107,7 +87,7 @@ def _load(c: _Call, at: Place, refs: SimpleNamespace) -> None:
         plgpu.barrier_wait(refs.free.at[lax.rem(step, _I32(_SLOTS))])
 
 
-def _write(c: _Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
+def _write(c: Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
     """One warp: adds a half of every dQ to global memory when it is its turn."""
 
     def take() -> None:
@@ -147,7 +127,7 @@ def _write(c: _Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
         mosaic.pass_turn(refs.turns, counter)
 
 
-def _compute(c: _Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
+def _compute(c: Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
     """One warpgroup: all steps for its 64 keys."""
     mine = pl.ds(w * _KEYS, _KEYS)
     k_w, v_w = refs.k_s.at[mine], refs.v_s.at[mine]
@@ -186,7 +166,7 @@ def _compute(c: _Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
             _issue_dq(c, refs, w, lax.rem(at.steps + 1, _I32(2)), dq_acc)
             return dq_acc[...]
 
-        _put_dq(refs, w, pl.run_scoped(last, ACC(c.half, _F32)))
+        _put_dq(refs, w, pl.run_scoped(last, ACC(_half(c), _F32)))
         return dk_acc[...], dv_acc[...]
 
     shape = (_KEYS, c.D)
@@ -204,9 +184,7 @@ def _compute(c: _Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
     mosaic.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
 
 
-def _step(
-    c: _Call, at: Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc: Any, step: Any, masked: bool
-) -> None:
+def _step(c: Call, at: Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc: Any, step: Any, masked: bool) -> None:
     """One block of queries of one head; and dQ of the step before.
 
     A warpgroup writes its dS only after it has waited for that of the step before from both, and the other one wrote
@@ -239,7 +217,7 @@ def _step(
         _put_dq(refs, w, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
         return p, rounded
 
-    p, p_rounded = pl.run_scoped(weights, ACC(tile, _F32), ACC(c.half, _F32))
+    p, p_rounded = pl.run_scoped(weights, ACC(tile, _F32), ACC(_half(c), _F32))
 
     def gradients(dp_acc: Any) -> Any:
         if not masked:
@@ -263,7 +241,7 @@ def _step(
     plgpu.barrier_arrive(refs.free.at[slot])
 
 
-def _issue_dq(c: _Call, refs: SimpleNamespace, w: Any, buffer: Any, dq_acc: Any) -> None:
+def _issue_dq(c: Call, refs: SimpleNamespace, w: Any, buffer: Any, dq_acc: Any) -> None:
     """Starts this warpgroup's half of dQ = dS K over all 128 keys."""
     plgpu.barrier_wait(refs.ds_ready.at[buffer])
     if c.q_block == 128:
@@ -281,7 +259,7 @@ def _put_dq(refs: SimpleNamespace, w: Any, dq: Any) -> None:
     mosaic.named_barrier_arrive(_WRITTEN + w, _HALF_THREADS)
 
 
-def _mask(c: _Call, at: Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any, s: Any) -> Any:
+def _mask(c: Call, at: Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any, s: Any) -> Any:
     """S' with `hidden` where a key (row) is not seen by a query (column). Rows that see no key have an LSE of -inf."""
     if c.bounds != (None, None) or c.limited:
         s = mosaic.keep_columns(s, *_seen_columns(c, at, refs, w, qi), c.hidden)
@@ -293,7 +271,7 @@ def _mask(c: _Call, at: Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any
     return s
 
 
-def _seen_columns(c: _Call, at: Place, refs: SimpleNamespace, w: Any, qi: Any) -> tuple[Any | None, Any | None]:
+def _seen_columns(c: Call, at: Place, refs: SimpleNamespace, w: Any, qi: Any) -> tuple[Any | None, Any | None]:
     """(first, stop) of the queries of a block that see each key of this warpgroup; None is no bound.
 
     Query q sees key kv where kv - shift - above <= q <= kv - shift + below.
@@ -325,7 +303,7 @@ def _scrub_keys(k: Any, v: Any) -> None:
         v[...] = jnp.where(wrong > 0, jnp.nan, values).astype(tile.dtype)
 
 
-def _scrub_queries(c: _Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
+def _scrub_queries(c: Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
     """Where the block has rows whose LSE or delta is not finite: one warpgroup zeroes them in Q, the other in dO."""
 
     def scrub(tile_ref: Any) -> None:
@@ -348,7 +326,7 @@ def _scrub_queries(c: _Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
         mosaic.named_barrier_sync(_I32(_SCRUBBED), _COMPUTE * 128)
 
 
-def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
+def _body(c: Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
     refs = SimpleNamespace(**dict(zip((*operands, "dq", "dk", "dv"), global_refs, strict=True)), **scratch)
     w = lax.axis_index("warpgroup")
     at = place(c, refs)
@@ -373,7 +351,7 @@ def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any
                 _write(c, at, refs, warp - 1)
 
 
-def _scratch(c: _Call) -> dict[str, Any]:
+def _scratch(c: Call) -> dict[str, Any]:
     swizzled, smem, barrier = mosaic.swizzled, plgpu.SMEM, plgpu.Barrier
     ids = {"kv_ids_s": smem((KV_BLOCK,), _I32), "q_ids_s": smem((_SLOTS, c.q_block), _I32)} if c.segments else {}
     return ids | {
@@ -383,7 +361,7 @@ def _scratch(c: _Call) -> dict[str, Any]:
         "do_s": swizzled((_SLOTS, c.q_block, c.D), c.dtype),
         "rows_s": smem((_SLOTS, row_count(c), c.q_block), _F32),
         "ds_s": swizzled((2, KV_BLOCK, c.q_block), c.dtype),
-        "dq_s": swizzled((_COMPUTE, *c.half), _F32),
+        "dq_s": swizzled((_COMPUTE, *_half(c)), _F32),
         "kv_ready": barrier(num_arrivals=2 + c.segments),
         "q_ready": barrier(num_arrivals=2 + c.segments, num_barriers=_SLOTS),
         "do_ready": barrier(num_arrivals=1, num_barriers=_SLOTS),
@@ -393,7 +371,7 @@ def _scratch(c: _Call) -> dict[str, Any]:
     }
 
 
-def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
+def _launch(c: Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
     """(dq in float32 and not scaled, padded to whole blocks; dk; dv)."""
     out_type = (
         jax.ShapeDtypeStruct((c.B, c.nq * c.q_block, c.N, c.D), _F32),
@@ -432,73 +410,11 @@ def backward(
     dlse: Float[Array, "B T N"] | None = None,
     *,
     scale: float,
-    query_lengths: Int[Array, " B"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
-    query_segments: Int[Array, "B T"] | None = None,
-    kv_segments: Int[Array, "B S"] | None = None,
     config: BackwardConfig | None = None,
+    **optional: Int[Array, "..."] | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
-    """(dq, dk, dv) in the input dtypes, the same bits at every call.
-
-    `lse` is -inf for queries that see no key, and NaN for those that see a key or a value that is not finite.
-    """
-    arrays: dict[str, Any] = dict(
-        query_lengths=query_lengths, kv_lengths=kv_lengths, query_segments=query_segments, kv_segments=kv_segments
-    )
-    if abs(scale) < 1e-30:
-        # -lse/scale would overflow. All logits are 0, and nothing comes back through them.
-        zeros = jnp.zeros_like(query)
-        dq, dk, dv = backward(spec, zeros, key, value, out, lse, dout, dlse, scale=1.0, config=config, **arrays)
-        return dq * 0, dk * 0, dv
-    T, S, D = spec.T, spec.S, max(head_dims(spec))
-    # Rows past S are zeros, but P' of a zero key may overflow, and inf * 0 is NaN: they are masked.
-    live, full = blocks.overlaps(spec, 128 if D == 64 else 64, KV_BLOCK, hide_tail=True, **arrays)
-    length: Any = S
-    shift: Any = spec.shift
-    if query_lengths is not None or kv_lengths is not None:
-        facts = blocks.facts(spec, query_lengths, kv_lengths)
-        length, shift = facts[:, 1:2], facts[:, 2:3]
-    plan = make_plan(live, full, shift, length)
-    call = _specialise(spec, plan, scale, config or BackwardConfig())
-    operands = {
-        "q": blocks.aligned(query, D),
-        "k": blocks.aligned(key, D),
-        "v": blocks.aligned(value, D),
-        "do": blocks.aligned(dout, D),
-        "rows": row_numbers(call, out, lse, dout, dlse),
-        "plan": jnp.asarray(plan.steps),
-        "first": jnp.asarray(plan.first),
-    }
-    if query_segments is not None and kv_segments is not None:
-        operands["q_ids"] = blocks.segment_blocks(query_segments, call.q_block, -1).reshape(spec.B, -1)
-        operands["kv_ids"] = blocks.segment_blocks(kv_segments, KV_BLOCK, -2).reshape(spec.B, -1)
-    dq, dk, dv = _launch(call, operands)
-    dq = dq[:, :T, :, : spec.H]
-    if isinstance(plan.first, jax.Array) or (plan.first == call.nkv).any():
-        visited = jnp.repeat(jnp.asarray(plan.first < call.nkv), call.q_block, axis=1)[:, :T, None, None]
-        dq = jnp.where(visited, dq, 0.0)
-    return (dq * scale).astype(spec.dtype), dk[:, :S, :, : spec.H], dv[:, :S, :, : spec.H_v]
-
-
-def _specialise(spec: AttentionSpec, plan: Plan, scale: float, config: BackwardConfig) -> _Call:
-    dynamic = spec.query_lengths or spec.kv_lengths or spec.segments
-    return _Call(
-        B=spec.B,
-        T=8 * -(-spec.T // 8),
-        S=8 * -(-spec.S // 8),
-        N=spec.N,
-        K=spec.K,
-        D=max(head_dims(spec)),
-        q_block=128 if max(head_dims(spec)) == 64 else 64,
-        kv_block=KV_BLOCK,
-        dtype=spec.dtype,
-        keys=spec.S,
-        scale=scale,
-        bounds=spec.bounds,
-        shift=spec.shift,
-        kv_lengths=spec.kv_lengths,
-        segments=spec.segments,
-        masked=dynamic or spec.bounds != (None, None) or spec.S % KV_BLOCK > 0,
-        sides=mask_sides(spec, plan),
-        heads=kv_heads_side_by_side(spec, config),
-    )
+    """(dq, dk, dv) in the input dtypes, of head dims up to 128: `hopper_bwd_plan.differentiate` with this kernel."""
+    D = max(padded_head_dims(spec))
+    tiles = Tiles(D, D, *backward_tiles(spec))
+    arrays = (query, key, value, out, lse, dout, dlse)
+    return differentiate(spec, tiles, _launch, *arrays, scale=scale, config=config, **optional)

@@ -2,15 +2,18 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import blocks
+from pallas_kernels.attention.hopper_config import BackwardConfig, backward_default, kv_heads_side_by_side
 from pallas_kernels.attention.spec import AttentionSpec
 
 _I32, _F32 = jnp.int32, jnp.float32
@@ -18,7 +21,7 @@ _I32, _F32 = jnp.int32, jnp.float32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """All that a kernel is specialised to. T and S are padded, `keys` is the number of real keys; D is of queries."""
+    """All that a kernel is specialised to. T and S are padded, `keys` is the number of real keys, D of queries."""
 
     B: int
     T: int
@@ -26,6 +29,7 @@ class Call:
     N: int
     K: int
     D: int
+    H_v: int
     dtype: str
     keys: int
     scale: float
@@ -60,6 +64,15 @@ class Call:
     def hidden(self) -> float:
         """What exp2(scale * x) takes to 0."""
         return -math.inf if self.scale > 0 else math.inf
+
+
+class Tiles(NamedTuple):
+    """A backward kernel's head dims, of Q and K and of V, and its step: queries and keys."""
+
+    D: int
+    H_v: int
+    q_block: int
+    kv_block: int
 
 
 class Plan(NamedTuple):
@@ -142,7 +155,7 @@ def row_count(c: Call) -> int:
     return 3 if c.masked else 2
 
 
-def row_numbers(
+def _row_numbers(
     c: Call, out: Float[Array, "B T N H_v"], lse: Float[Array, "B T N"], dout: Float[Array, "B T N H_v"], dlse: Any
 ) -> Float[Array, "B N nq r q_block"]:
     """See `row_count`. Rows past T, and those that see no key, get what makes P' 0."""
@@ -167,8 +180,94 @@ def row_numbers(
     return jnp.stack(stacked, axis=3)
 
 
-def mask_sides(spec: AttentionSpec, plan: Plan) -> int:
+def _mask_sides(spec: AttentionSpec, plan: Plan) -> int:
     """Whether steps with a mask lie on one side of those without, the low one, or on both."""
     if isinstance(plan.steps, np.ndarray):
         return 1 + bool((plan.steps[..., 2] < plan.steps[..., 3]).any())
     return 1 + (spec.window is not None or spec.query_lengths or spec.segments)
+
+
+def differentiate(
+    spec: AttentionSpec,
+    tiles: Tiles,
+    launch: Callable[[Call, dict[str, Any]], tuple[Array, Array, Array]],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    out: Float[Array, "B T N H_v"],
+    lse: Float[Array, "B T N"],
+    dout: Float[Array, "B T N H_v"],
+    dlse: Float[Array, "B T N"] | None,
+    *,
+    scale: float,
+    config: BackwardConfig | None,
+    query_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    query_segments: Int[Array, "B T"] | None = None,
+    kv_segments: Int[Array, "B S"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
+    """(dq, dk, dv) in the input dtypes, the same bits at every call: what goes into a kernel, and what comes of it.
+
+    launch(call, operands): (dq in float32 and not scaled, dk, dv), padded to whole blocks. `lse` is -inf for queries
+    that see no key, and NaN for those that see a key or a value that is not finite.
+    """
+    arrays: dict[str, Any] = dict(
+        query_lengths=query_lengths, kv_lengths=kv_lengths, query_segments=query_segments, kv_segments=kv_segments
+    )
+    if abs(scale) < 1e-30:
+        # -lse/scale would overflow. All logits are 0, and nothing comes back through them.
+        rest = (key, value, out, lse, dout, dlse)
+        zeros = jnp.zeros_like(query)
+        dq, dk, dv = differentiate(spec, tiles, launch, zeros, *rest, scale=1.0, config=config, **arrays)
+        return dq * 0, dk * 0, dv
+    T, S = spec.T, spec.S
+    # Rows past S are zeros, but P' of a zero key may overflow, and inf * 0 is NaN: they are masked.
+    live, full = blocks.overlaps(spec, tiles.q_block, tiles.kv_block, hide_tail=True, **arrays)
+    length: Any = S
+    shift: Any = spec.shift
+    if query_lengths is not None or kv_lengths is not None:
+        facts = blocks.facts(spec, query_lengths, kv_lengths)
+        length, shift = facts[:, 1:2], facts[:, 2:3]
+    plan = make_plan(live, full, shift, length)
+    call = Call(
+        B=spec.B,
+        T=8 * -(-T // 8),
+        S=8 * -(-S // 8),
+        N=spec.N,
+        K=spec.K,
+        **tiles._asdict(),
+        dtype=spec.dtype,
+        keys=S,
+        scale=scale,
+        bounds=spec.bounds,
+        shift=spec.shift,
+        kv_lengths=spec.kv_lengths,
+        segments=spec.segments,
+        masked=_masked(plan),
+        sides=_mask_sides(spec, plan),
+        heads=kv_heads_side_by_side(spec, config or backward_default(spec)),
+    )
+    operands = {
+        "q": blocks.aligned(query, call.D),
+        "k": blocks.aligned(key, call.D),
+        "v": blocks.aligned(value, call.H_v),
+        "do": blocks.aligned(dout, call.H_v),
+        "rows": _row_numbers(call, out, lse, dout, dlse),
+        "plan": jnp.asarray(plan.steps),
+        "first": jnp.asarray(plan.first),
+    }
+    if query_segments is not None and kv_segments is not None:
+        operands["q_ids"] = blocks.segment_blocks(query_segments, call.q_block, -1).reshape(spec.B, -1)
+        operands["kv_ids"] = blocks.segment_blocks(kv_segments, call.kv_block, -2).reshape(spec.B, -1)
+    dq, dk, dv = launch(call, operands)
+    dq = dq[:, :T, :, : spec.H]
+    if isinstance(plan.first, jax.Array) or (plan.first == call.nkv).any():
+        visited = jnp.repeat(jnp.asarray(plan.first < call.nkv), call.q_block, axis=1)[:, :T, None, None]
+        dq = jnp.where(visited, dq, 0.0)
+    return (dq * scale).astype(spec.dtype), dk[:, :S, :, : spec.H], dv[:, :S, :, : spec.H_v]
+
+
+def _masked(plan: Plan) -> bool:
+    """Whether any step may need a mask: full blocks do not, and plans known only at run time do not say so."""
+    start, full_start, full_stop, stop = (plan.steps[..., k] for k in range(4))
+    return isinstance(plan.steps, jax.Array) or bool(((start < full_start) | (full_stop < stop)).any())

@@ -15,13 +15,10 @@ keys, and the first one stores; who waits for whom, the plan, and what NaN may r
 in the order in which the threads of C hold it, 16 bytes to a thread, and is put in order afterwards. Adding from
 registers saves shared memory, both room and bandwidth: staged in it, dQ would cost 128 KiB of traffic a step beside
 the 340 KiB of the products. Two warps keep the latency of the turns out of C, which only meets them at named barriers.
-
-CTAs of a cluster own neighbouring keys and load Q and dO together, each its rows for all. They are one to the plan.
 """
 
 import functools
 import math
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,19 +34,14 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import blocks
-from pallas_kernels.attention.hopper_bwd_plan import Call, Plan, make_plan, mask_sides, place, row_count, row_numbers
-from pallas_kernels.attention.hopper_config import (
-    SMEM_LIMIT,
-    WideConfig,
-    kv_heads_side_by_side,
-    wide_head_dims,
-    wide_smem_bytes,
-)
+from pallas_kernels.attention.hopper_bwd_plan import Call, Tiles, differentiate, place, row_count
+from pallas_kernels.attention.hopper_config import BackwardConfig, backward_tiles, padded_head_dims
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.mosaic import ACC, COLUMNS, ROWS, Layout
 
 BLOCK = 64  # queries of a step, keys of a CTA, columns of dQ at a time
+_SLOTS = 2  # of Q and dO in shared memory
+_BUFFERS = 3  # tiles of P or dS in shared memory
 _REGISTERS = (216, 208, 64, 24)  # of a thread of A, B, C and of the warps that load and pass turns
 # Named barriers, beyond those of Mosaic (0 to 4): C may add; C has added; A and B have zeroed what is not finite.
 _TURN, _ADDED, _SCRUBBED = 5, 6, 7
@@ -57,30 +49,13 @@ _C_AND_WARP = 128 + 32  # threads
 _I32, _F32 = jnp.int32, jnp.float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call(Call):
-    """All that the kernel is specialised to. To the plan, a cluster's keys are one block."""
-
-    config: WideConfig
-    H_v: int
-
-    @property
-    def member(self) -> Any:
-        """Which CTA of the cluster this is."""
-        return lax.axis_index("member") if self.config.cluster > 1 else _I32(0)
-
-    def first_key(self, at: Any) -> Any:
-        return at.j * self.kv_block + self.member * BLOCK
-
-
 def _rem(x: Any, n: int) -> Any:
     return lax.rem(x, _I32(n))
 
 
-def _load(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _load(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """One warp: brings K and V once, and Q, dO and what belongs to rows step by step."""
-    keys, slots = pl.ds(c.first_key(at), BLOCK), c.config.slots
-    shared: dict[str, Any] = {"collective_axes": "member"} if c.config.cluster > 1 else {}
+    keys = pl.ds(at.j * BLOCK, BLOCK)
     plgpu.copy_gmem_to_smem(refs.k.at[at.b, keys, at.head], refs.k_s, refs.k_ready)
     plgpu.copy_gmem_to_smem(refs.v.at[at.b, keys, at.head], refs.v_s, refs.v_ready)
     if c.segments:
@@ -89,20 +64,20 @@ def _load(c: _Call, at: Any, refs: SimpleNamespace) -> None:
     @pl.loop(0, at.steps)
     def _(step):
         qi, head = at.step(step)
-        slot = _rem(step, slots)
+        slot = _rem(step, _SLOTS)
 
-        @pl.when(step >= slots)
+        @pl.when(step >= _SLOTS)
         def _():
             plgpu.barrier_wait(refs.free.at[slot])
 
         rows = pl.ds(qi * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(refs.q.at[at.b, rows, head], refs.q_s.at[slot], refs.q_ready.at[slot], **shared)
+        plgpu.copy_gmem_to_smem(refs.q.at[at.b, rows, head], refs.q_s.at[slot], refs.q_ready.at[slot])
         plgpu.copy_gmem_to_smem(refs.rows.at[at.b, head, qi], refs.rows_s.at[slot], refs.q_ready.at[slot])
         if c.segments:
             plgpu.copy_gmem_to_smem(refs.q_ids.at[at.b, rows], refs.q_ids_s.at[slot], refs.q_ready.at[slot])
-        plgpu.copy_gmem_to_smem(refs.do.at[at.b, rows, head], refs.do_s.at[slot], refs.do_ready.at[slot], **shared)
+        plgpu.copy_gmem_to_smem(refs.do.at[at.b, rows, head], refs.do_s.at[slot], refs.do_ready.at[slot])
 
-    _drain(refs.free, slots, at.steps)
+    _drain(refs.free, _SLOTS, at.steps)
 
 
 def _drain(barrier: Any, count: int, steps: Any) -> None:
@@ -113,14 +88,13 @@ def _drain(barrier: Any, count: int, steps: Any) -> None:
         plgpu.barrier_wait(barrier.at[_rem(step, count)])
 
 
-def _turn(c: _Call, at: Any, refs: SimpleNamespace, step: Any) -> tuple[Any, Any]:
+def _turn(c: Call, at: Any, refs: SimpleNamespace, step: Any) -> tuple[Any, Any]:
     """(turn at the step's block of dQ, place of its counter)."""
     qi, head = at.step(step)
-    turn = (at.j - refs.first[at.entry, qi]) * c.config.cluster + c.member
-    return turn, (at.b * c.N + head) * c.nq + qi
+    return at.j - refs.first[at.entry, qi], (at.b * c.N + head) * c.nq + qi
 
 
-def _wait_turns(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _wait_turns(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """One warp: lets C add, as soon as the CTAs before have."""
 
     @pl.loop(0, at.steps)
@@ -130,7 +104,7 @@ def _wait_turns(c: _Call, at: Any, refs: SimpleNamespace) -> None:
         mosaic.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
 
 
-def _pass_turns(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _pass_turns(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """One warp: when C has added, waits until global memory has it, and passes the turn on."""
 
     @pl.loop(0, at.steps)
@@ -139,7 +113,7 @@ def _pass_turns(c: _Call, at: Any, refs: SimpleNamespace) -> None:
         mosaic.pass_turn(refs.turns, _turn(c, at, refs, step)[1])
 
 
-def _walk(c: _Call, at: Any, step: Any) -> None:
+def _walk(c: Call, at: Any, step: Any) -> None:
     """Calls step(i, masked) for all steps: those without a mask, and those with one that follow; on each side."""
 
     def walk(side: Any) -> None:
@@ -171,9 +145,8 @@ def _accumulators(head_dim: int) -> list[Any]:
     return [ACC((BLOCK, part.size), _F32) for part in _parts(head_dim)]
 
 
-def _weights(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _weights(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """Warpgroup A: P', and dV."""
-    buffers = c.config.buffers
     plgpu.barrier_wait(refs.k_ready)
     if c.masked:
         plgpu.barrier_wait(refs.v_ready)
@@ -183,7 +156,7 @@ def _weights(c: _Call, at: Any, refs: SimpleNamespace) -> None:
 
     def sums(*dv_accs: Any) -> list[Any]:
         def step(i: Any, masked: bool) -> None:
-            slot, buffer = _rem(i, c.config.slots), _rem(i, buffers)
+            slot, buffer = _rem(i, _SLOTS), _rem(i, _BUFFERS)
 
             def weights(s_acc: Any) -> Any:
                 plgpu.barrier_wait(refs.q_ready.at[slot])
@@ -203,7 +176,7 @@ def _weights(c: _Call, at: Any, refs: SimpleNamespace) -> None:
             for acc, part in zip(dv_accs, _parts(c.H_v), strict=True):
                 plgpu.wgmma(acc, p, refs.do_s.at[slot, :, part])
 
-            @pl.when(i >= buffers)
+            @pl.when(i >= _BUFFERS)
             def _():
                 plgpu.barrier_wait(refs.buffer_free.at[buffer])
 
@@ -217,22 +190,22 @@ def _weights(c: _Call, at: Any, refs: SimpleNamespace) -> None:
         return [acc[...] for acc in dv_accs]
 
     dv = pl.run_scoped(sums, *_accumulators(c.H_v))
-    _drain(refs.buffer_free, buffers, at.steps)
+    _drain(refs.buffer_free, _BUFFERS, at.steps)
     plgpu.barrier_wait(refs.done)  # the last dP read V
     for x, part in zip(dv, _parts(c.H_v), strict=True):
         refs.v_s[:, part] = x.astype(c.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.v_s, refs.dv.at[at.b, pl.ds(c.first_key(at), BLOCK), at.head])
+    plgpu.copy_smem_to_gmem(refs.v_s, refs.dv.at[at.b, pl.ds(at.j * BLOCK, BLOCK), at.head])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _gradients(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _gradients(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """Warpgroup B: dS', and dK."""
     plgpu.barrier_wait(refs.clean if c.masked else refs.v_ready)
 
     def sums(*dk_accs: Any) -> list[Any]:
         def step(i: Any, masked: bool) -> None:
-            slot, buffer = _rem(i, c.config.slots), _rem(i, c.config.buffers)
+            slot, buffer = _rem(i, _SLOTS), _rem(i, _BUFFERS)
 
             def gradients(dp_acc: Any) -> Any:
                 plgpu.barrier_wait(refs.q_ready.at[slot])
@@ -267,11 +240,11 @@ def _gradients(c: _Call, at: Any, refs: SimpleNamespace) -> None:
     for x, part in zip(dk, _parts(c.D), strict=True):
         refs.k_s[:, part] = (x * c.scale).astype(c.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.k_s, refs.dk.at[at.b, pl.ds(c.first_key(at), BLOCK), at.head])
+    plgpu.copy_smem_to_gmem(refs.k_s, refs.dk.at[at.b, pl.ds(at.j * BLOCK, BLOCK), at.head])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _query_gradients(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _query_gradients(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """Warpgroup C: dQ. The loop over columns stays a loop: unrolled, as LLVM would one of two trips, it spills."""
     parts = _I32(c.D // BLOCK)
     parts = mosaic.opaque(parts) if c.D <= 128 else parts
@@ -280,7 +253,7 @@ def _query_gradients(c: _Call, at: Any, refs: SimpleNamespace) -> None:
     @pl.loop(0, at.steps)
     def _(i):
         qi, head = at.step(i)
-        buffer = _rem(i, c.config.buffers)
+        buffer = _rem(i, _BUFFERS)
         plgpu.barrier_wait(refs.ds_ready.at[buffer])
         stores = (_turn(c, at, refs, i)[0] == 0).astype(_I32)
         mosaic.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
@@ -353,7 +326,7 @@ def _in_order(dq: Float[Array, "B N nq parts 8 128 4"]) -> Float[Array, "B T N H
     return dq.reshape(B, nq * BLOCK, N, parts * BLOCK)
 
 
-def _mask(c: _Call, at: Any, refs: SimpleNamespace, slot: Any, qi: Any, s: Any) -> Any:
+def _mask(c: Call, at: Any, refs: SimpleNamespace, slot: Any, qi: Any, s: Any) -> Any:
     """S' with `hidden` where a key (row) is not seen by a query (column). Rows that see no key have an LSE of -inf."""
     if c.bounds != (None, None) or c.limited:
         s = mosaic.keep_columns(s, *_seen_columns(c, at, refs, qi), c.hidden)
@@ -365,14 +338,14 @@ def _mask(c: _Call, at: Any, refs: SimpleNamespace, slot: Any, qi: Any, s: Any) 
     return s
 
 
-def _seen_columns(c: _Call, at: Any, refs: SimpleNamespace, qi: Any) -> tuple[Any | None, Any | None]:
+def _seen_columns(c: Call, at: Any, refs: SimpleNamespace, qi: Any) -> tuple[Any | None, Any | None]:
     """(first, stop) of the queries of a block that see each key of this CTA; None is no bound.
 
     Query q sees key kv where kv - shift - above <= q <= kv - shift + below.
     """
     below, above = c.bounds
     # Of a number that LLVM knows it would make all that follows from it before the loop, and spill that.
-    first_kv = mosaic.opaque(c.first_key(at))
+    first_kv = mosaic.opaque(at.j * BLOCK)
     shift = refs.plan[at.entry, at.j, 4] if c.shift is None else c.shift
     # Mosaic's search for layouts does not end if this is not used.
     row = plgpu.broadcasted_iota(_I32, (BLOCK,), 0, layout=ROWS)
@@ -423,7 +396,7 @@ def _scrub_queries(tile_ref: Any, rows_ref: Any) -> None:
         mosaic.named_barrier_sync(_I32(_SCRUBBED), 2 * 128)
 
 
-def _warps(c: _Call, at: Any, refs: SimpleNamespace) -> None:
+def _warps(c: Call, at: Any, refs: SimpleNamespace) -> None:
     """The last warpgroup: warps that load and take turns."""
 
     @plgpu.warp_map
@@ -433,7 +406,7 @@ def _warps(c: _Call, at: Any, refs: SimpleNamespace) -> None:
         pl.when(warp == 2)(lambda: _pass_turns(c, at, refs))
 
 
-def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
+def _body(c: Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
     refs = SimpleNamespace(**dict(zip(operands, global_refs, strict=True)), **scratch)
 
     def begin(registers: int, work: Any) -> None:
@@ -446,13 +419,9 @@ def _body(c: _Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any
     lax.switch(lax.axis_index("warpgroup"), [functools.partial(begin, *role) for role in roles])
 
 
-def _scratch(c: _Call) -> dict[str, Any]:
+def _scratch(c: Call) -> dict[str, Any]:
     swizzled, smem, barrier = mosaic.swizzled, plgpu.SMEM, plgpu.Barrier
-    slots, buffers = c.config.slots, c.config.buffers
-    ids = {"kv_ids_s": smem((BLOCK,), _I32), "q_ids_s": smem((slots, BLOCK), _I32)} if c.segments else {}
-    free: Any = barrier(num_arrivals=2, num_barriers=slots)
-    if c.config.cluster > 1:
-        free = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=2, num_barriers=slots)
+    ids = {"kv_ids_s": smem((BLOCK,), _I32), "q_ids_s": smem((_SLOTS, BLOCK), _I32)} if c.segments else {}
     clean = {"clean": barrier(num_arrivals=1)} if c.masked else {}
     return (
         ids
@@ -460,25 +429,25 @@ def _scratch(c: _Call) -> dict[str, Any]:
         | {
             "k_s": swizzled((BLOCK, c.D), c.dtype),
             "v_s": swizzled((BLOCK, c.H_v), c.dtype),
-            "q_s": swizzled((slots, BLOCK, c.D), c.dtype),
-            "do_s": swizzled((slots, BLOCK, c.H_v), c.dtype),
-            "rows_s": smem((slots, row_count(c), BLOCK), _F32),
-            "pds_s": swizzled((buffers, BLOCK, BLOCK), c.dtype),
+            "q_s": swizzled((_SLOTS, BLOCK, c.D), c.dtype),
+            "do_s": swizzled((_SLOTS, BLOCK, c.H_v), c.dtype),
+            "rows_s": smem((_SLOTS, row_count(c), BLOCK), _F32),
+            "pds_s": swizzled((_BUFFERS, BLOCK, BLOCK), c.dtype),
             "k_ready": barrier(num_arrivals=1 + c.segments),
             "v_ready": barrier(num_arrivals=1),
-            "q_ready": barrier(num_arrivals=2 + c.segments, num_barriers=slots),
-            "do_ready": barrier(num_arrivals=1, num_barriers=slots),
-            "free": free,  # by A and B
-            "p_ready": barrier(num_arrivals=1, num_barriers=buffers),
-            "ds_ready": barrier(num_arrivals=1, num_barriers=buffers),
-            "buffer_free": barrier(num_arrivals=1, num_barriers=buffers),
+            "q_ready": barrier(num_arrivals=2 + c.segments, num_barriers=_SLOTS),
+            "do_ready": barrier(num_arrivals=1, num_barriers=_SLOTS),
+            "free": barrier(num_arrivals=2, num_barriers=_SLOTS),  # by A and B
+            "p_ready": barrier(num_arrivals=1, num_barriers=_BUFFERS),
+            "ds_ready": barrier(num_arrivals=1, num_barriers=_BUFFERS),
+            "buffer_free": barrier(num_arrivals=1, num_barriers=_BUFFERS),
             "done": barrier(num_arrivals=2),  # by B and C
         }
     )
 
 
-def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
-    """(dq in float32, not scaled, in the order of `_add`; dk; dv)."""
+def _launch(c: Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
+    """(dq in float32 and not scaled, padded to whole blocks; dk; dv)."""
     outputs = {
         "dk": jax.ShapeDtypeStruct((c.B, c.S, c.K, c.D), c.dtype),
         "dv": jax.ShapeDtypeStruct((c.B, c.S, c.K, c.H_v), c.dtype),
@@ -489,8 +458,6 @@ def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
         out_type=tuple(outputs.values()),
         grid=(c.B * c.K * c.nkv,),
         grid_names=("cta",),
-        cluster=(c.config.cluster,) * (c.config.cluster > 1),
-        cluster_names=("member",) * (c.config.cluster > 1),
         num_threads=4,
         thread_name="warpgroup",
         kernel_name="attention_bwd_wide",
@@ -504,7 +471,7 @@ def _launch(c: _Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
     )
     out_type = tuple(outputs.values())
     dk, dv, dq = mosaic.with_zeros(c.B * c.N * c.nq, lambda turns: kernel(*operands.values(), turns), out_type)
-    return dq, dk, dv
+    return _in_order(dq), dk, dv
 
 
 def backward(
@@ -518,83 +485,10 @@ def backward(
     dlse: Float[Array, "B T N"] | None = None,
     *,
     scale: float,
-    query_lengths: Int[Array, " B"] | None = None,
-    kv_lengths: Int[Array, " B"] | None = None,
-    query_segments: Int[Array, "B T"] | None = None,
-    kv_segments: Int[Array, "B S"] | None = None,
-    config: WideConfig | None = None,
+    config: BackwardConfig | None = None,
+    **optional: Int[Array, "..."] | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
-    """(dq, dk, dv) in the input dtypes, of head dims up to 256; the same bits at every call.
-
-    `lse` is -inf for queries that see no key, and NaN for those that see a key or a value that is not finite.
-    """
-    arrays: dict[str, Any] = dict(
-        query_lengths=query_lengths, kv_lengths=kv_lengths, query_segments=query_segments, kv_segments=kv_segments
-    )
-    config = config or WideConfig()
-    if wide_smem_bytes(spec, config) > SMEM_LIMIT:
-        raise ValueError(
-            f"hopper_bwd_wide: {config} needs {wide_smem_bytes(spec, config)} bytes of shared memory at head dims "
-            f"{wide_head_dims(spec)} - there are {SMEM_LIMIT}. Choose one of hopper_config.backward_candidates(spec)."
-        )
-    if abs(scale) < 1e-30:
-        # -lse/scale would overflow. All logits are 0, and nothing comes back through them.
-        zeros = jnp.zeros_like(query)
-        dq, dk, dv = backward(spec, zeros, key, value, out, lse, dout, dlse, scale=1.0, config=config, **arrays)
-        return dq * 0, dk * 0, dv
-    H, H_v = wide_head_dims(spec)
-    # Rows past S are zeros, but P' of a zero key may overflow, and inf * 0 is NaN: they are masked.
-    live, full = blocks.overlaps(spec, BLOCK, BLOCK * config.cluster, hide_tail=True, **arrays)
-    length: Any = spec.S
-    shift: Any = spec.shift
-    if query_lengths is not None or kv_lengths is not None:
-        facts = blocks.facts(spec, query_lengths, kv_lengths)
-        length, shift = facts[:, 1:2], facts[:, 2:3]
-    plan = make_plan(live, full, shift, length)
-    call = _Call(
-        config=config,
-        B=spec.B,
-        T=8 * -(-spec.T // 8),
-        S=8 * -(-spec.S // 8),
-        N=spec.N,
-        K=spec.K,
-        D=H,
-        H_v=H_v,
-        q_block=BLOCK,
-        kv_block=BLOCK * config.cluster,
-        dtype=spec.dtype,
-        keys=spec.S,
-        scale=scale,
-        bounds=spec.bounds,
-        shift=spec.shift,
-        kv_lengths=spec.kv_lengths,
-        segments=spec.segments,
-        masked=_masked(plan),
-        sides=mask_sides(spec, plan),
-        heads=kv_heads_side_by_side(spec, config),
-    )
-    rows = row_numbers(call, out, lse, dout, dlse)
-    operands = {
-        "q": blocks.aligned(query, H),
-        "k": blocks.aligned(key, H),
-        "v": blocks.aligned(value, H_v),
-        "do": blocks.aligned(dout, H_v),
-        "rows": rows,
-        "plan": jnp.asarray(plan.steps),
-        "first": jnp.asarray(plan.first),
-    }
-    if query_segments is not None and kv_segments is not None:
-        operands["q_ids"] = blocks.segment_blocks(query_segments, BLOCK, -1).reshape(spec.B, -1)
-        operands["kv_ids"] = blocks.segment_blocks(kv_segments, call.kv_block, -2).reshape(spec.B, -1)
-    dq, dk, dv = _launch(call, operands)
-    dq = _in_order(dq)[:, : spec.T, :, : spec.H]
-    if isinstance(plan.first, jax.Array) or (plan.first == call.nkv).any():
-        visited = jnp.repeat(jnp.asarray(plan.first < call.nkv), BLOCK, axis=1)[:, : spec.T, None, None]
-        dq = jnp.where(visited, dq, 0.0)
-    return (dq * scale).astype(spec.dtype), dk[:, : spec.S, :, : spec.H], dv[:, : spec.S, :, : spec.H_v]
-
-
-def _masked(plan: Plan) -> bool:
-    """Whether any step may need a mask: full blocks do not, nor do plans known only at run time say so."""
-    start, full_start, full_stop, stop = (plan.steps[..., k] for k in range(4))
-    return isinstance(plan.steps, jax.Array) or bool(((start < full_start) | (full_stop < stop)).any())
+    """(dq, dk, dv) in the input dtypes, of head dims up to 256: `hopper_bwd_plan.differentiate` with this kernel."""
+    tiles = Tiles(*padded_head_dims(spec), *backward_tiles(spec))
+    arrays = (query, key, value, out, lse, dout, dlse)
+    return differentiate(spec, tiles, _launch, *arrays, scale=scale, config=config, **optional)

@@ -57,7 +57,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardConfig:
-    """Schedule of the backward kernel for head dims to 128; its tiles follow from the head dim.
+    """Schedule of the backward kernels; their tiles follow from the head dims (`backward_tiles`).
 
     `l2_mib`: heads run side by side as long as their Q, dO and float32 dQ fit into so many MiB.
     """
@@ -72,64 +72,21 @@ class BackwardConfig:
         return f"{self.l2_mib} MiB of heads side by side"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WideConfig:
-    """Schedule of the backward kernel for head dims above 128.
-
-    `slots` steps of Q and dO, and `buffers` tiles of P or dS, are in shared memory.
-    `cluster`: CTAs, of neighbouring keys, that load Q and dO together, each its part for all.
-    `l2_mib`: heads run side by side as long as their Q, dO and float32 dQ fit into so many MiB.
-    """
-
-    slots: int = 2
-    buffers: int = 3
-    cluster: int = 1
-    l2_mib: int = 32
-
-    def __post_init__(self):
-        if min(self.slots, self.buffers) < 2:
-            raise ValueError(
-                f"WideConfig: {self.slots=} {self.buffers=} - one is filled while one is read. Give 2 or more."
-            )
-        if self.cluster not in (1, 2, 4):
-            raise ValueError(f"WideConfig: {self.cluster=} - 1, 2 or 4 CTAs can split a block of queries. Choose one.")
-        if self.l2_mib < 1:
-            raise ValueError(f"WideConfig: {self.l2_mib=} - must be at least 1. Give the share of the L2 in MiB.")
-
-    def __str__(self) -> str:
-        words = [f"64 queries x 64 keys, {self.slots} steps ahead, {self.l2_mib} MiB of heads side by side"]
-        words += [f"clusters of {self.cluster}"] * (self.cluster > 1)
-        return ", ".join(words)
+def backward_tiles(spec: AttentionSpec) -> tuple[int, int]:
+    """(queries, keys) of a step of the backward kernel for the head dims."""
+    if is_wide(spec):
+        return 64, 64
+    return (128 if max(head_dims(spec)) == 64 else 64), 128
 
 
-def wide_head_dims(spec: AttentionSpec) -> tuple[int, int]:
-    """The (H, H_v) of the backward kernel above 128: each the next multiple of 64."""
-    H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
-    return H, H_v
-
-
-def wide_smem_bytes(spec: AttentionSpec, config: WideConfig) -> int:
-    """Shared memory of that kernel; every array begins at a multiple of 1 KiB, and barriers take less than that."""
-    tiles = 2 * 64 * ((1 + config.slots) * sum(wide_head_dims(spec)) + config.buffers * 64)
-    rows = -(-config.slots * 3 * 4 * 64 // 1024)
-    return tiles + 1024 * (rows + 2 * spec.segments + 1)
-
-
-def backward_candidates(spec: AttentionSpec) -> list[BackwardConfig | WideConfig]:
-    """Backward configurations worth timing, the default first. Above head dim 128, clusters and slots gain nothing."""
-    return [backward_default(spec)]
-
-
-def backward_default(spec: AttentionSpec) -> BackwardConfig | WideConfig:
+def backward_default(spec: AttentionSpec) -> BackwardConfig:
     """The backward configuration for a call that nobody has tuned.
 
     Under a causal mask CTAs of one head wait for one another the longer, the fewer heads are at work: above head dim
     128, 32, 64, 128 and 256 MiB gave 355, 403, 433 and 362 TFLOP/s at 8k, and 301, 345, 371 and 358 for head dims 192
     and 128 (H200, 2026-11).
     """
-    if is_wide(spec):
-        return WideConfig(l2_mib=128 if spec.is_causal else 32)
-    return BackwardConfig()
+    return BackwardConfig(l2_mib=128 if is_wide(spec) and spec.is_causal else 32)
 
 
 def is_wide(spec: AttentionSpec) -> bool:
@@ -137,10 +94,16 @@ def is_wide(spec: AttentionSpec) -> bool:
     return max(spec.H, spec.H_v) > 128
 
 
-def head_dims(spec: AttentionSpec) -> tuple[int, int]:
-    """The kernel's (H, H_v): the next multiples of 64, alike where they would be 192 and 256, which do not fit."""
+def padded_head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """(H, H_v) as every kernel pads them: the next multiples of 64."""
     H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
-    return (256, 256) if {H, H_v} == {192, 256} else (H, H_v)
+    return H, H_v
+
+
+def head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """The forward kernel's (H, H_v): padded, and alike where they would be 192 and 256, which do not fit."""
+    dims = padded_head_dims(spec)
+    return (256, 256) if set(dims) == {192, 256} else dims
 
 
 def default(spec: AttentionSpec) -> Config:
@@ -178,10 +141,9 @@ def candidates(spec: AttentionSpec) -> list[Config]:
     return list(dict.fromkeys(found))
 
 
-def cache_shares[C: (Config, BackwardConfig, WideConfig)](config: C) -> list[C]:
+def cache_shares[C: (Config, BackwardConfig)](config: C) -> list[C]:
     """The same with more and with fewer heads side by side."""
-    shares = (16, 32, 64, 128, 256) if isinstance(config, WideConfig) else (4, 8, 16, 32, 64)
-    return [dataclasses.replace(config, l2_mib=mib) for mib in shares if mib != config.l2_mib]
+    return [dataclasses.replace(config, l2_mib=mib) for mib in (4, 8, 16, 32, 64, 128, 256) if mib != config.l2_mib]
 
 
 def smem_bytes(spec: AttentionSpec, config: Config) -> int:
@@ -204,12 +166,10 @@ def forward_config(spec: AttentionSpec, device: Device) -> Config:
     return config if fits(spec, config) else default(spec)
 
 
-def backward_config(spec: AttentionSpec, device: Device) -> BackwardConfig | WideConfig:
+def backward_config(spec: AttentionSpec, device: Device) -> BackwardConfig:
     """As `forward_config`, of the backward kernel for the head dims."""
     found = tuned.lookup(TUNED, device, "backward", _facts(spec), max(spec.T, spec.S))
-    if found is None:
-        return backward_default(spec)
-    return WideConfig(**found) if is_wide(spec) else BackwardConfig(**found)
+    return backward_default(spec) if found is None else BackwardConfig(**found)
 
 
 def _facts(spec: AttentionSpec) -> dict[str, int | bool]:
@@ -227,7 +187,7 @@ def heads_side_by_side(spec: AttentionSpec, config: Config) -> int:
     return _largest_divisor(spec.B * spec.N, config.l2_mib, 2 * spec.S * (spec.H + spec.H_v) // spec.G)
 
 
-def kv_heads_side_by_side(spec: AttentionSpec, config: BackwardConfig | WideConfig) -> int:
+def kv_heads_side_by_side(spec: AttentionSpec, config: BackwardConfig) -> int:
     """Key heads whose CTAs the backward grid mixes: a divisor of their number, Q, dO and float32 dQ counted.
 
     With few, long chains of CTAs wait for one another's dQ: 4, 8, 16 heads gave 396, 429, 441 TFLOP/s at head dim 64,

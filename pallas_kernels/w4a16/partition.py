@@ -24,9 +24,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels import unmarked
 from pallas_kernels.device import alone
 from pallas_kernels.w4a16.layout import TILE
 from pallas_kernels.w4a16.spec import W4A16Spec
+from sharding.local import axes_of, dividing
 
 Kernel = Callable[..., Any]
 
@@ -77,30 +79,18 @@ def _mapped(kernel: Kernel, most_rows: int | None, spec: W4A16Spec) -> Callable[
 
 
 def _unmarked(function: Callable[..., Any], *arrays: Array) -> Array:
-    """function(*arrays), traced on arrays that do not say over which axes of a shard_map they vary; its result does.
-
-    jax has no kernels of arrays that do (0.11: "mpmd_map does not support Refs with varying manual axis types").
-    """
-    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
-    union = frozenset().union(*varying)
-    if not union:
+    """function(*arrays), traced on arrays that do not say over which axes of a shard_map they vary; its result does."""
+    if not any(jax.typeof(a).manual_axis_type.varying for a in arrays):
         return function(*arrays)
-    plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-    alike = [jax.lax.pcast(a, tuple(union - own), to="varying") for a, own in zip(arrays, varying, strict=True)]
-    return _unmarked_call.bind(*alike, jaxpr=jax.jit(function).trace(*plain).jaxpr)[0]
-
-
-def _lower_unmarked(context: Any, *operands: Any, jaxpr: Any) -> Any:
-    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(context.replace(avals_in=jaxpr.in_avals), *operands)
+    jaxpr = jax.jit(function).trace(*unmarked.plain(arrays)).jaxpr
+    return _unmarked_call.bind(*unmarked.equally_varying(*arrays), jaxpr=jaxpr)[0]
 
 
 _unmarked_call = Primitive("w4a16_unmarked")
 _unmarked_call.multiple_results = True
-_unmarked_call.def_abstract_eval(
-    lambda x, *_, jaxpr: [aval.update(manual_axis_type=x.manual_axis_type) for aval in jaxpr.out_avals]
-)
+_unmarked_call.def_abstract_eval(lambda x, *_, jaxpr: unmarked.marked(jaxpr, x))
 _unmarked_call.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
-mlir.register_lowering(_unmarked_call, _lower_unmarked)
+mlir.register_lowering(_unmarked_call, unmarked.lower)
 
 
 def _by_parts(kernel: Kernel, spec: W4A16Spec, x: Array, *packed: Array) -> Array:
@@ -121,14 +111,14 @@ def _by_parts(kernel: Kernel, spec: W4A16Spec, x: Array, *packed: Array) -> Arra
             mesh = Mesh(np.array(list(words.device_set)), ("all",))
             columns, rows, batch = (), (), ()
         else:
-            columns = _dividing(_axes(words, 0), words_shape[0], mesh)
-            wanted = _axes(x, 0) if isinstance(x, NamedSharding) else ()
-            rows = _axes(words, 1)
+            columns = dividing(axes_of(words, 0), words_shape[0], mesh)
+            wanted = axes_of(x, 0) if isinstance(x, NamedSharding) else ()
+            rows = axes_of(words, 1)
             if 4 * whole.M > whole.K / 2:  # bytes a column: y in float32, to be summed, and W, to be gathered
                 rows = tuple(axis for axis in rows if axis not in wanted)
             rows = _rows(rows, whole, mesh)
             batch = [axis for axis in wanted if axis not in (*columns, *rows)]
-            batch = _dividing(batch, whole.M, mesh)
+            batch = dividing(batch, whole.M, mesh)
 
         def part(x: Array, *packed: Array) -> Array:
             y = tiled(x, *packed)
@@ -156,22 +146,8 @@ def _call(kernel: Kernel, spec: W4A16Spec, x: Array, words: Array, scales: Array
 
 def _rows(axes: Sequence[str], spec: W4A16Spec, mesh: Any) -> tuple[str, ...]:
     """Those of the mesh axes that split the rows between tiles and between groups."""
-    kept = _dividing(axes, spec.K // TILE, mesh)
+    kept = dividing(axes, spec.K // TILE, mesh)
     if spec.groups == 1:
         return kept
     whole_groups = spec.K // math.lcm(spec.group, TILE) if spec.K % spec.group == 0 else 1
-    return _dividing(kept, whole_groups, mesh)
-
-
-def _dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
-    """Those of the mesh axes, taken in order, that split a dim of this size evenly."""
-    kept: tuple[str, ...] = ()
-    for axis in axes:
-        if size % math.prod(mesh.shape[name] for name in (*kept, axis)) == 0:
-            kept = (*kept, axis)
-    return kept
-
-
-def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
-    entry = (*sharding.spec, *[None] * (dim + 1))[dim]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return dividing(kept, whole_groups, mesh)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels.attention import hopper, hopper_bwd, hopper_bwd_wide, hopper_config
-from pallas_kernels.attention.hopper_config import BackwardConfig, Config, WideConfig
+from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec
 from tests.mosaic.aot import Candidate, check, compile_candidate
 from tests.pallas_kernels.w4a16 import aot_candidates
@@ -63,20 +63,16 @@ def forward_candidates() -> list[Candidate]:
 
 
 def backward_candidates() -> list[Candidate]:
-    def candidate(H: int, H_v: int, mask: str, config: BackwardConfig | WideConfig | None = None) -> Candidate:
+    def candidate(H: int, H_v: int, mask: str) -> Candidate:
         facts, optional = MASKS[mask]
         spec = _spec(H=H, H_v=H_v, **facts)
         arrays = _shapes(spec, "BTNH", "BSKH", "BSKV", "BTNV", "BTN", "BTNV", "BTN")
         kernel: Any = hopper_bwd_wide if hopper_config.is_wide(spec) else hopper_bwd
-        function = functools.partial(kernel.backward, spec, scale=spec.default_scale, config=config)
-        return _candidate(f"bwd-{H}-{H_v}-{mask}{_changes(config)}", function, spec, arrays, optional)
+        function = functools.partial(kernel.backward, spec, scale=spec.default_scale)
+        return _candidate(f"bwd-{H}-{H_v}-{mask}", function, spec, arrays, optional)
 
     dims = [(64, 64), (128, 128), (192, 128), (256, 256)]
-    spares = {(H, H_v): hopper_config.backward_candidates(_spec(H=H, H_v=H_v))[1:] for H, H_v in dims}
-    return [
-        *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
-        *(candidate(*dims, mask, spare) for dims, of in spares.items() for spare in of for mask in ("plain", "causal")),
-    ]
+    return [candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS]
 
 
 def _spec(**facts: Any) -> AttentionSpec:
@@ -116,7 +112,7 @@ def _candidate(
     return Candidate(name=name, function=call, args=(*arrays, *integers), **allowed)
 
 
-def _changes(config: Config | BackwardConfig | WideConfig | None) -> str:
+def _changes(config: Config | None) -> str:
     """
     >>> _changes(Config(stages=3))
     '-stages=3'

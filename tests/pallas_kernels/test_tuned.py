@@ -54,6 +54,11 @@ def test_every_call_gets_a_configuration_that_fits():
             assert hopper_config.fits(spec, hopper_config.forward_config(spec, device)), (H, H_v)
 
 
+def test_a_share_of_the_cache_is_at_least_one_mib():
+    with pytest.raises(ValueError, match="l2_mib"):
+        BackwardConfig(l2_mib=0)
+
+
 def test_explain_names_tile_sizes_and_schedule():
     spec = AttentionSpec(B=2, T=8192, S=8192, N=32, K=32, H=64, H_v=64, dtype="bfloat16", is_causal=True)
     (name, verdict), *_ = api.explain(spec, device=H200).verdicts
@@ -81,7 +86,7 @@ def test_candidates_and_shares_differ_from_each_other():
     spec = AttentionSpec(B=2, T=8192, S=8192, N=32, K=32, H=64, H_v=64, dtype="bfloat16")
     every = hopper_config.candidates(spec)
     every += hopper_config.cache_shares(every[0])
-    assert len(set(every)) == len(every) == 12 and all(isinstance(c, Config) for c in every)
+    assert len(set(every)) == len(every) == 14 and all(isinstance(c, Config) for c in every)
 
 
 def job(n: int) -> tuple[int, float, float]:

@@ -1,7 +1,6 @@
-"""Stand-in kernels made differentiable: derivatives of every order and mode, vmap, remat and sharding."""
+"""Stand-in kernels made differentiable: derivatives of every order and mode, vmap and remat."""
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,160 +8,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxflash.model import REMAT_POLICIES
-from pallas_kernels import mosaic
-from pallas_kernels.attention import derivative, reference, tile
+from pallas_kernels.attention import derivative, reference
 from pallas_kernels.attention.cases import CASES, Case
-from pallas_kernels.attention.spec import AttentionSpec, make_spec
-from sharding.mesh import make_mesh
 from tests.oracle import attention as oracle
 from tests.pallas_kernels.attention.check import jit
+from tests.pallas_kernels.attention.stand_in import (
+    OPTIONAL,
+    against_oracle,
+    attend,
+    attend_chunked,
+    call,
+    calls,
+    cotangents,
+    operands,
+    pullback,
+)
 from tests.tolerance import assert_close
-
-COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|collective-broadcast|reduce-scatter"
-OPTIONAL = ("query_seq_lengths", "key_value_seq_lengths", "segment_ids")
-
-
-def counting(results):
-    """The results, by way of a counter as the kernels have it in global memory: some transformations refuse a ref."""
-
-    def launch(counter):
-        counter[0] += 1
-        return results
-
-    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    return tuple(mosaic.with_zeros(1, launch, out_type))
-
-
-def forward(spec: AttentionSpec, q, k, v, *, scale, **optional):
-    def forward_kernel(q, k, v, optional):
-        return counting(reference.attend(spec, q, k, v, scale=scale, **optional))
-
-    return jax.jit(forward_kernel)(q, k, v, optional)
-
-
-def backward(spec: AttentionSpec, q, k, v, out, lse, dout, dlse, *, scale, **optional):
-    """The formulas of arXiv 2205.14135, algorithm 4, with all pairs at once."""
-    assert (spec.B, spec.T, spec.N, spec.H) == q.shape and (spec.B, spec.S, spec.K, spec.H_v) == v.shape
-
-    def backward_kernel(q, k, v, out, lse, dout, dlse, optional):
-        def grouped(x):
-            return x.astype(jnp.float32).reshape(*x.shape[:2], spec.K, spec.G, *x.shape[3:])
-
-        einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        q_, dout_, delta = grouped(q), grouped(dout), (grouped(out) * grouped(dout)).sum(-1)
-        k_, v_ = k.astype(jnp.float32), v.astype(jnp.float32)
-        lse_ = grouped(lse)
-        if dlse is not None:
-            delta -= grouped(dlse)
-        logits = scale * einsum("btkgh,bskh->bkgts", q_, k_)
-        seen = _visible(spec, **optional)
-        lse_ = lse_.transpose(0, 2, 3, 1)[..., None]
-        dead = jnp.isinf(lse_)
-        weights = jnp.where(dead | ~seen, 0, jnp.exp(logits - jnp.where(dead, 0, lse_)))
-        # The LSE's own rounding is not at test here: divided out where it is rounding, NaN where it is another row's.
-        total = jnp.where(dead, 1, weights.sum(-1, keepdims=True))
-        weights = weights / jnp.where(abs(total - 1) < 1e-4, total, jnp.nan)
-        dweights = einsum("btkgh,bskh->bkgts", dout_, v_)
-        dlogits = scale * weights * (dweights - delta.transpose(0, 2, 3, 1)[..., None])
-        dq = einsum("bkgts,bskh->btkgh", dlogits, k_).reshape(q.shape)
-        dk = einsum("bkgts,btkgh->bskh", dlogits, q_)
-        dv = einsum("bkgts,btkgh->bskh", weights, dout_)
-        return counting((dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)))
-
-    backward_kernel.__name__ += "_with_dlse" * (dlse is not None)
-    return jax.jit(backward_kernel)(q, k, v, out, lse, dout, dlse, optional)
-
-
-def _visible(spec: AttentionSpec, *, query_lengths, kv_lengths, query_segments, kv_segments):
-    lengths = [None if x is None else x.reshape(-1, 1, 1, 1, 1) for x in (query_lengths, kv_lengths)]
-    shift = spec.shift
-    if shift is None:
-        shift = (spec.S if lengths[1] is None else lengths[1]) - (spec.T if lengths[0] is None else lengths[0])
-    seen = tile.visible(
-        jnp.arange(spec.T).reshape(1, 1, 1, -1, 1),
-        jnp.arange(spec.S).reshape(1, 1, 1, 1, -1),
-        shift=shift,
-        bounds=spec.bounds,
-        query_length=lengths[0],
-        kv_length=lengths[1],
-        query_segment=None if query_segments is None else query_segments[:, None, None, :, None],
-        kv_segment=None if kv_segments is None else kv_segments[:, None, None, None, :],
-    )
-    return jnp.bool_(True) if seen is None else seen
-
-
-attend = derivative.differentiable(forward, backward, exact=reference.attend)
-attend_chunked = derivative.differentiable(forward, backward, exact=functools.partial(reference.attend, chunks=(3, 4)))
-
-
-def call(arguments: dict[str, Any], function: Callable = attend) -> Callable:
-    """The function of (q, k, v) and, by keyword, of what is optional; spec and scale are those of the arguments."""
-    spec, scale = make_spec(**arguments), arguments.get("scale")
-    scale = spec.default_scale if scale is None else scale
-
-    def attended(q, k, v, query_seq_lengths=None, key_value_seq_lengths=None, segment_ids=None):
-        query_segments, kv_segments = (None, None) if segment_ids is None else segment_ids
-        return function(
-            spec, q, k, v, scale=scale, query_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths,
-            query_segments=query_segments, kv_segments=kv_segments,
-        )  # fmt: skip
-
-    return attended
-
-
-def operands(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    qkv = tuple(arguments[name] for name in ("query", "key", "value"))
-    return qkv, {name: arguments[name] for name in OPTIONAL if name in arguments}
-
-
-def cotangents(arguments: dict[str, Any], seed: int = 1) -> tuple[Any, Any]:
-    q, v = arguments["query"], arguments["value"]
-    rng = np.random.default_rng(seed)
-    dout = jnp.asarray(rng.standard_normal((*q.shape[:-1], v.shape[-1])), q.dtype)
-    return dout, jnp.asarray(rng.standard_normal(q.shape[:-1]), jnp.float32)
-
-
-def pullback(arguments: dict[str, Any], used: str = "both", function: Callable = attend) -> Callable:
-    """(q, k, v, dout, dlse, **optional) -> (out, lse, dq, dk, dv); `used` is which results the loss depends on."""
-
-    def both(q, k, v, dout, dlse, **optional):
-        attended = call(arguments, function)
-
-        def loss(q, k, v):
-            out, lse = attended(q, k, v, **optional)
-            total = jnp.zeros((), jnp.float32)
-            if used != "lse":
-                total += (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum()
-            if used != "out":
-                total += jnp.where(jnp.isinf(lse), 0, lse * dlse).sum()
-            return total, (out, lse)
-
-        gradients, (out, lse) = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-        return out, lse, *gradients
-
-    return both
-
-
-def against_oracle(results: Any, arguments: dict[str, Any], dout: Any, dlse: Any) -> None:
-    # A call without cotangents has no gradients; zeros stand for the result that the loss does not use.
-    want = oracle(**arguments, dout=dout, dlse=dlse)
-    plain = oracle(**arguments, dout=dout, dlse=dlse, precision=arguments["query"].dtype)
-    for result, name in zip(results, ("out", "lse", "dq", "dk", "dv"), strict=True):
-        assert_close(result, getattr(want, name), getattr(plain, name), name)
-
-
-def calls(lowered: str) -> tuple[int, int]:
-    """How often a lowered function calls (the forward kernel, the backward kernel)."""
-    return len(re.findall("call @forward_kernel", lowered)), len(re.findall("call @backward_kernel", lowered))
-
-
-def collectives(compiled: Any) -> list[str]:
-    return re.findall(COLLECTIVES, compiled.as_text())
-
 
 # ---- first order
 
@@ -386,166 +249,3 @@ def test_the_forward_kernel_runs_once_where_the_policy_saves_its_names(policy, f
     assert calls(lowered.as_text()) == (forwards, 1)
     kept = jax.value_and_grad(functools.partial(loss, policy="none"), argnums=(0, 1, 2))
     jax.tree.map(np.testing.assert_array_equal, lowered.compile()(*qkv), jit(kept)(*qkv))
-
-
-# ---- sharding
-
-MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}]
-WIDE = Case(
-    B=8, T=4, S=4, N=8, K=4, H=4, H_v=3, is_causal=True, query_lengths=(4, 3, 4, 1, 0, 4, 2, 4),
-    kv_lengths=(4, 4, 2, 4, 4, 1, 0, 3), query_runs=((0, 2), (1, 2)),
-)  # fmt: skip
-
-
-LAYOUT = P(("data", "fsdp"), None, "tensor")
-
-
-def placed(mesh: Any, arguments: dict[str, Any], layout: P = LAYOUT) -> tuple[Any, Any]:
-    """(operands and cotangents, the optional ones) in a layout; dims that do not divide are whole."""
-
-    def place(x):
-        entries = [layout[i] if i < len(layout) else None for i in range(x.ndim)]
-        for i, entry in enumerate(entries):
-            axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-            entries[i] = entry if x.shape[i] % int(np.prod([mesh.shape[axis] for axis in axes])) == 0 else None
-        return jax.device_put(x, NamedSharding(mesh, P(*entries)))
-
-    qkv, optional = operands(arguments)
-    return jax.tree.map(place, ((*qkv, *cotangents(arguments)), optional))
-
-
-def direct(arguments: dict[str, Any]) -> Callable:
-    """As `pullback`, without the sums of a loss, which are collectives."""
-
-    def both(q, k, v, dout, dlse, **optional):
-        results, pull = jax.vjp(functools.partial(call(arguments), **optional), q, k, v)
-        return *results, *pull((dout, dlse))
-
-    return both
-
-
-@pytest.mark.parametrize("in_force", [True, False], ids=["set_mesh", "no mesh"])
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_sharded_is_unsharded_without_collectives(axes, in_force):
-    arguments = WIDE.arguments()
-    mesh = make_mesh(axes)
-    arrays, optional = placed(mesh, arguments)
-    with jax.set_mesh(mesh) if in_force else jax.default_matmul_precision(None):
-        compiled = jax.jit(direct(arguments)).lower(*arrays, **optional).compile()
-    results = compiled(*arrays, **optional)
-    assert collectives(compiled) == []
-    for result in results:
-        assert result.sharding.is_equivalent_to(NamedSharding(mesh, LAYOUT), result.ndim)
-    against_oracle(results, arguments, *arrays[3:])
-
-
-@pytest.mark.parametrize("in_force", [True, False], ids=["set_mesh", "no mesh"])
-@pytest.mark.parametrize(
-    "case, layout",
-    [
-        (Case(B=8, T=4, S=4, N=4, K=1, H=4, H_v=4), LAYOUT),
-        (Case(B=8, T=4, S=4, N=6, K=3, H=4, H_v=4), LAYOUT),
-        (Case(B=2, T=4, S=4, N=4, K=2, H=4, H_v=4), P("data", None, "tensor")),
-        (Case(B=3, T=4, S=4, N=4, K=2, H=4, H_v=4), P(None, None, "tensor")),
-        (Case(B=2, T=4, S=4, N=4, K=2, H=4, H_v=4), P("data", "fsdp", "tensor")),
-        (Case(B=2, T=4, S=4, N=4, K=2, H=4, H_v=4), P(None, None, None, "tensor")),
-    ],
-    ids=["one key head", "3 key heads", "batch of 2", "batch of 3", "sequence split", "head dim split"],
-)
-def test_what_does_not_divide_is_whole_on_every_device(case, layout, in_force):
-    arguments = case.arguments()
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    arrays, _ = placed(mesh, arguments, layout)
-    with jax.set_mesh(mesh) if in_force else jax.default_matmul_precision(None):
-        results = jax.jit(direct(arguments))(*arrays)
-    against_oracle(results, arguments, *arrays[3:])
-
-
-def test_meshes_of_other_axes_are_followed():
-    arguments = WIDE.arguments()
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    arrays, optional = placed(mesh, arguments, P("x", None, "y"))
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(direct(arguments)).lower(*arrays, **optional).compile()
-    assert collectives(compiled) == []
-    against_oracle(compiled(*arrays, **optional), arguments, *arrays[3:])
-
-
-@pytest.mark.parametrize("manual, layout", [(("data", "fsdp", "tensor"), LAYOUT), (("data",), P("data"))], ids=str)
-@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
-def test_axes_that_are_manual_already_are_left_alone(manual, layout, check_vma):
-    arguments = WIDE.arguments()
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    arrays, optional = placed(mesh, arguments, layout)
-
-    def local(arrays, optional):
-        shard = {**arguments, **dict(zip(("query", "key", "value"), arrays, strict=False)), **optional}
-        return direct(shard)(*arrays, **optional)
-
-    with jax.set_mesh(mesh):
-        function = jax.shard_map(
-            local,
-            in_specs=jax.tree.map(lambda x: x.sharding.spec, (arrays, optional)),
-            out_specs=layout,
-            axis_names=set(manual),
-            check_vma=check_vma,
-        )
-        nested = str(jax.make_jaxpr(function)(arrays, optional)).count("shard_map[") - 1
-        results = jax.jit(function)(arrays, optional)
-    assert nested == (0 if len(manual) == 3 else 2)
-    against_oracle(results, arguments, *arrays[3:])
-
-
-def test_gradients_of_what_every_shard_reads_are_summed():
-    """Keys and values whole on every device of a shard_map, queries split: dk and dv are sums over devices."""
-    arguments = Case(B=1, T=8, S=4, N=2, K=2, H=4, H_v=4).arguments()
-    (qkv, _), (dout, dlse) = operands(arguments), cotangents(arguments)
-    local = {**arguments, "query": arguments["query"][:, :1]}
-    rows = P(None, "fsdp")
-
-    def loss(q, k, v, dout, dlse):
-        out, lse = call(local)(q, k, v)
-        return jax.lax.psum((out * dout).sum() + (lse * dlse).sum(), "fsdp")
-
-    total = jax.shard_map(loss, mesh=make_mesh(), in_specs=(rows, P(), P(), rows, rows), out_specs=P())
-    gradients = jit(jax.grad(total, argnums=(0, 1, 2)))(*qkv, dout, dlse)
-    want, plain = (oracle(**arguments, dout=dout, dlse=dlse, precision=dtype) for dtype in (None, jnp.float32))
-    for gradient, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
-        assert_close(gradient, getattr(want, name), getattr(plain, name), name)
-
-
-def test_vmap_and_higher_derivatives_keep_the_split():
-    arguments = Case(B=4, T=4, S=4, N=4, K=2, H=4, H_v=4).arguments()
-    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    arrays, _ = placed(mesh, arguments)
-    layout = NamedSharding(mesh, LAYOUT)
-    with jax.set_mesh(mesh):
-        # Batch and heads of the unmapped arrays are split; the mapped axis is whole.
-        q = jax.device_put(jnp.stack([arrays[0], arrays[0] / 2], axis=3), layout)
-        mapped = jax.jit(jax.vmap(direct(arguments), (3, None, None, None, None)))
-        compiled = mapped.lower(q, *arrays[1:]).compile()
-        assert collectives(compiled) == []
-        results = compiled(q, *arrays[1:])
-        second = jax.jit(lambda x, t: jax.jvp(lambda *x: direct(arguments)(*x, *arrays[3:]), x, t)[1])
-        tangents = second(arrays[:3], arrays[:3])
-    for i in range(2):
-        scaled = {**arguments, "query": arguments["query"] / (1 + i)}
-        against_oracle([x[i] for x in results], scaled, *arrays[3:])
-    unsharded = [jnp.asarray(np.asarray(x)) for x in arrays]
-    truth = jit(lambda x, t: jax.jvp(lambda *x: direct(arguments)(*x, *unsharded[3:]), x, t)[1])
-    for ours, want in zip(tangents, truth(tuple(unsharded[:3]), tuple(unsharded[:3])), strict=True):
-        np.testing.assert_allclose(ours, want, rtol=1e-5, atol=1e-5)
-
-
-def test_explicit_axes_are_refused():
-    arguments = Case(B=2, T=4, S=4, N=2, K=2, H=4, H_v=4).arguments()
-    mesh = jax.make_mesh((2, 1, 1), ("data", "fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 3)
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Explicit axes.*make_mesh"):
-        jax.eval_shape(call(arguments), *operands(arguments)[0])
-
-
-def test_a_gpu_program_is_lowered_on_a_cpu():
-    arguments = Case(B=2, T=4, S=4, N=2, K=2, H=4, H_v=4).arguments()
-    arrays = (*operands(arguments)[0], *cotangents(arguments))
-    exported = jax.export.export(jax.jit(direct(arguments)), platforms=("cuda",))(*arrays)
-    assert exported.platforms == ("cuda",)

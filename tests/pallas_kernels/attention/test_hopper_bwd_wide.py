@@ -3,21 +3,13 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import hopper_bwd_wide, hopper_config
+from pallas_kernels.attention import hopper_bwd_wide
 from pallas_kernels.attention.cases import Case
-from pallas_kernels.attention.hopper_config import WideConfig
-from pallas_kernels.attention.spec import segment_sides
-from tests.mosaic.interpreter import interpreted
-from tests.mosaic.lowering import lower_for_cuda
-from tests.oracle import attention
-from tests.tolerance import assert_close
-
-NAMES = ("dq", "dk", "dv")
+from tests.pallas_kernels.attention.backward_check import check, check_reach, lower
 
 
 def case(**changes: Any) -> Case:
@@ -49,84 +41,13 @@ CASES = {
         **WIDE, B=2, T=136, S=150, N=2, query_runs=((0, 60), (1, 76)), kv_runs=((0, 65), (1, 85)), window=(90, 20),
         is_causal=True, causal_alignment="bottom_right", query_lengths=(136, 100), kv_lengths=(150, 110),
     ),
+    # Seven steps, so that every ring is walked twice; two query heads add to one dK and dV.
+    "rings": case(T=200, S=72, N=2, is_causal=True),
     "long": case(T=448, S=448, is_causal=True),
     "long_window": case(T=448, S=448, window=(100, 50)),
 }  # fmt: skip
 # One of each kind; `make test-slow` runs the rest.
-QUICK = ("causal_256", "segments_cross")
-CONFIGS = {
-    "pair": WideConfig(cluster=2),
-    "four": WideConfig(cluster=4),
-    "two_buffers": WideConfig(buffers=2),
-    "three_slots": WideConfig(slots=3, cluster=2),
-}
-
-
-def call(case: Case, change: Any = None) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Arguments of the call and its cotangents, after `change` has written to them as numpy arrays."""
-    arguments = {name: x for name, x in case.arguments().items() if x is not None}
-    rng = np.random.default_rng(1)
-    query, value = arguments["query"], arguments["value"]
-    cotangents = {
-        "dout": jnp.asarray(rng.standard_normal((*query.shape[:-1], value.shape[-1])), query.dtype),
-        "dlse": jnp.asarray(rng.standard_normal(query.shape[:-1]), jnp.float32),
-    }
-    if change is not None:
-        arrays = {name: np.array(x) for name, x in (arguments | cotangents).items() if isinstance(x, jax.Array)}
-        change(arrays)
-        arguments |= {name: jnp.asarray(x) for name, x in arrays.items() if name not in cotangents}
-        cotangents = {name: jnp.asarray(arrays[name]) for name in cotangents}
-    return arguments, cotangents
-
-
-def backward(
-    case: Case,
-    arguments: dict[str, Any],
-    cotangents: dict[str, Any],
-    out: Any,
-    lse: Any,
-    config: WideConfig | None = None,
-) -> Any:
-    query, key, value = (arguments[name] for name in ("query", "key", "value"))
-    dout, dlse = cotangents["dout"], cotangents["dlse"]
-    sides: Any = (None, None)
-    if "segment_ids" in arguments:
-        sides = segment_sides(arguments["segment_ids"])
-    scale = arguments.get("scale")
-    return hopper_bwd_wide.backward(
-        case.spec(), query, key, value, out, lse, dout, dlse,
-        scale=case.spec().default_scale if scale is None else scale,
-        query_lengths=arguments.get("query_seq_lengths"),
-        kv_lengths=arguments.get("key_value_seq_lengths"),
-        query_segments=sides[0],
-        kv_segments=sides[1],
-        config=config,
-    )  # fmt: skip
-
-
-def interpret(case: Case, change: Any = None, config: WideConfig | None = None) -> tuple[Any, Any, Any]:
-    """(gradients of the kernel, of the oracle, of plain arithmetic in the dtype)."""
-    arguments, cotangents = call(case, change)
-    exact, plain = ({**arguments, **cotangents, "precision": x} for x in (None, case.dtype))
-    with np.errstate(invalid="ignore"):
-        oracle, plain = attention(**exact), attention(**plain)
-    # Together the CTAs wait for each other's turns, and races are seen; a few of them are all that fit.
-    # Added in any order, dQ would rightly be one, so that such CTAs run one after another.
-    together = (case.B * case.K * -(-case.S // 64)) <= 4
-    with interpreted(together=together, detect_races=together):
-        got = backward(
-            case, arguments, cotangents, jnp.asarray(oracle.out, case.dtype), jnp.asarray(oracle.lse, jnp.float32),
-            config,
-        )  # fmt: skip
-        got = jax.block_until_ready(got)
-    want, near = (tuple(getattr(x, name) for name in NAMES) for x in (oracle, plain))
-    return got, want, near
-
-
-def check(case: Case, change: Any = None, config: WideConfig | None = None) -> None:
-    for name, got, want, plain in zip(NAMES, *interpret(case, change, config), strict=True):
-        assert got.dtype == jnp.dtype(case.dtype)
-        assert_close(got, want, plain, name)
+QUICK = ("causal_256", "segments_cross", "rings")
 
 
 EVERY_CASE = pytest.mark.parametrize(
@@ -137,31 +58,6 @@ EVERY_CASE = pytest.mark.parametrize(
 @EVERY_CASE
 def test_gradients(name):
     check(CASES[name])
-
-
-# Clusters are no candidate for tuning (they were slower): one case of each kind of mask.
-@pytest.mark.parametrize("name", ["causal_256", "dead_rows", "tails_256_128", "segments_cross"])
-@pytest.mark.slow
-def test_gradients_of_pairs_of_ctas(name):
-    check(CASES[name], config=CONFIGS["pair"])
-
-
-@pytest.mark.parametrize("config", ["pair", *(pytest.param(x, marks=pytest.mark.slow) for x in CONFIGS if x != "pair")])
-def test_gradients_with_other_configurations(config):
-    # Seven steps, so that every ring is walked twice; two query heads add to one dK and dV.
-    check(case(T=200, S=72, N=2, is_causal=True), config=CONFIGS[config])
-
-
-def test_a_ring_of_one_and_other_clusters_are_refused():
-    wrong: list[dict[str, Any]] = [{"slots": 1}, {"buffers": 1}, {"cluster": 3}, {"l2_mib": 0}]
-    for changes in wrong:
-        with pytest.raises(ValueError, match=f"Config: .*{next(iter(changes))}.* - "):
-            WideConfig(**changes)
-
-
-def test_too_much_shared_memory_is_refused():
-    with pytest.raises(ValueError, match="shared memory"):
-        lower(case(**WIDE), WideConfig(slots=3))
 
 
 def spoil_padding(x: dict[str, Any]) -> None:
@@ -200,19 +96,7 @@ def test_what_is_masked_contributes_nothing(name, change):
 @pytest.mark.parametrize("window", [None, (20, 0)])
 @pytest.mark.slow
 def test_nan_reaches_only_those_who_see_it(operand, at, window):
-    def change(x: dict[str, Any]) -> None:
-        x[operand][:, at] = np.nan
-
-    results = interpret(case(T=136, S=136, is_causal=True, window=window), change)
-    with np.errstate(invalid="ignore"):
-        for name, got, want, plain in zip(NAMES, *results, strict=True):
-            got, nan = np.asarray(got), np.isnan(want)
-            if operand == "value" and name == "dv":
-                # The library makes whole rows NaN: what the row's keys get is, too.
-                nan = nan | np.isnan(results[1][1])[..., : nan.shape[-1]]
-            np.testing.assert_array_equal(np.isnan(got), nan, err_msg=name)
-            got, want, plain = (jnp.where(nan, 0, x) for x in (got, want, plain))
-            assert_close(got, want, plain, name)
+    check_reach(case(T=136, S=136, is_causal=True, window=window), operand, at)
 
 
 def test_order_of_dq():
@@ -228,29 +112,6 @@ def test_order_of_dq():
     np.testing.assert_array_equal(hopper_bwd_wide._in_order(dq), x)
 
 
-def lower(case: Case, config: WideConfig | None = None) -> str:
-    arguments, cotangents = call(case)
-    static = {name: arguments.pop(name) for name in list(arguments) if not hasattr(arguments[name], "dtype")}
-    ids = static.pop("segment_ids", None)
-
-    def function(arguments: Any, cotangents: Any, ids: Any, out: Any, lse: Any) -> Any:
-        segments = {} if ids is None else {"segment_ids": ids}
-        return backward(case, arguments | static | segments, cotangents, out, lse, config)
-
-    lse = jnp.zeros(arguments["query"].shape[:3], jnp.float32)
-    return lower_for_cuda(function, arguments, cotangents, ids, cotangents["dout"], lse).as_text()
-
-
 @EVERY_CASE
 def test_lowers_for_cuda(name):
     assert "mosaic_gpu" in lower(CASES[name])
-
-
-@pytest.mark.parametrize("H, H_v", [(256, 256), (192, 128)])
-@pytest.mark.slow
-def test_every_candidate_lowers_for_cuda(H, H_v):
-    one = case(T=264, S=264, H=H, H_v=H_v, query_runs=((0, 200), (1, 64)), is_causal=True)
-    (candidate,) = hopper_config.backward_candidates(one.spec())
-    assert candidate == hopper_config.backward_default(one.spec()) == WideConfig(l2_mib=128)
-    for config in (WideConfig(l2_mib=128), WideConfig(cluster=2), WideConfig(cluster=4)):
-        assert "mosaic_gpu" in lower(one, config)
