@@ -70,9 +70,9 @@ def jobs(cell: Cell) -> list[Job]:
     """(cell, implementation, configuration) of everything that is timed for a cell."""
     spec, device = cell.spec, current_device()
     found: list[Job] = [(cell, "bf16", None), (cell, "xla", None)] if cell.group == 128 and not cell.zeros else []
-    # For how many rows hopper_large is the best is what is to be found out.
-    for name, kernel, asked in (("hopper", hopper, spec), ("hopper_large", hopper_large, replace(spec, M=1))):
-        if kernel.why_not(asked, device) is None:
+    # For how many rows hopper_large is the best is what is to be found out; one is not among them.
+    for name, kernel, asked in (("hopper", hopper, spec), ("hopper_large", hopper_large, replace(spec, M=8))):
+        if spec.M >= (kernel is hopper_large) * 8 and kernel.why_not(asked, device) is None:
             every = dict.fromkeys([kernel.default(spec, device), *kernel.candidates(spec, device)])
             found += [(cell, name, config) for config in every]
     return found
