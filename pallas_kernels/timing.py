@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,18 @@ def milliseconds(function: Callable[..., Any], *args: Any, repeats: int = 3, ite
     return float(np.median(times))
 
 
-def chained(function: Callable[..., Any], calls: Sequence[Sequence[Callable[[], Any]]]) -> tuple[float, float, int]:
-    """(microseconds a call by the clock, the same by CUPTI, custom calls in the program) of calls in one program.
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Microseconds a call by the clock and by CUPTI; custom calls in the program; whether CUDA graphs launch them."""
+
+    us: float
+    cupti_us: float
+    custom_calls: int
+    captured: bool
+
+
+def chained(function: Callable[..., Any], calls: Sequence[Sequence[Callable[[], Any]]]) -> Chain:
+    """Times calls that follow each other in one program.
 
     calls: for each call, functions without arguments that make its operands. Operands made by the same function are the
     same array; no two calls may have all of them in common, or XLA would merge them. For kernels of few microseconds,
@@ -63,12 +74,19 @@ def chained(function: Callable[..., Any], calls: Sequence[Sequence[Callable[[], 
         for _ in range(8):
             start = time.perf_counter()
             for _ in range(repeats):
+                # Given back first, so that the next outputs have the same addresses: others make XLA renew its graph.
+                out = None
                 out = compiled(arrays)
             jax.block_until_ready(out)
             times.append((time.perf_counter() - start) / repeats / len(calls))
         kernels: Any = profiler.measure(compiled)(arrays)[1]
     text = compiled.as_text() or ""
-    return 1e6 * float(np.median(times[3:])), 1e3 * float(kernels) / len(calls), text.count("custom-call(")
+    return Chain(
+        us=1e6 * float(np.median(times[3:])),
+        cupti_us=1e3 * float(kernels) / len(calls),
+        custom_calls=text.count("custom-call("),
+        captured="command_buffer" in text,
+    )
 
 
 def each[J](run: Callable[[J], Any], jobs: Iterable[J], *, workers: int, seconds: float) -> Iterator[tuple[J, Any]]:
