@@ -1,7 +1,8 @@
 """Times the product with packed 4-bit weights beside 16-bit cuBLAS and beside dequantising in XLA, on the GPU at hand.
 
-    XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_FLAGS=--xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS,+CUBLASLT \\
-        python -m pallas_kernels.bench_w4a16 --workers 12 --out notebooks/results/w4a16_h200.jsonl [--only PART]
+    XLA_FLAGS="--xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS,+CUBLASLT --xla_gpu_graph_min_graph_size=1" \\
+        XLA_PYTHON_CLIENT_PREALLOCATE=false python -m pallas_kernels.bench_w4a16 --workers 12 [--only PART] \\
+        --out notebooks/results/w4a16_h200.jsonl --write
 
 A figure is the time of a chain of calls in one program over at least 200 MB of distinct weights, so that every call
 finds the L2 cache cold, divided by the calls; the sum of the kernels' times by CUPTI stands beside it. Every candidate
@@ -13,13 +14,14 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuned
 from pallas_kernels.device import current_device
 from pallas_kernels.timing import arguments, chained, each, has_gpu, record, setting
 from pallas_kernels.w4a16 import hopper, hopper_large, reference
@@ -32,6 +34,7 @@ SHAPES = {
 }  # fmt: skip
 ROWS = (1, 16, 64, 256, 4096)
 COLD = 220_000_000  # bytes of weights, four times the L2 cache
+KERNELS: dict[str, Any] = {"hopper": hopper, "hopper_large": hopper_large}
 MOST_BYTES = 8_000_000_000  # of weights in 16 bits, so that several workers' fit into the GPU side by side
 
 
@@ -70,9 +73,9 @@ def jobs(cell: Cell) -> list[Job]:
     """(cell, implementation, configuration) of everything that is timed for a cell."""
     spec, device = cell.spec, current_device()
     found: list[Job] = [(cell, "bf16", None), (cell, "xla", None)] if cell.group == 128 and not cell.zeros else []
-    # For how many rows hopper_large is the best is what is to be found out; one is not among them.
-    for name, kernel, asked in (("hopper", hopper, spec), ("hopper_large", hopper_large, replace(spec, M=8))):
-        if spec.M >= (kernel is hopper_large) * 8 and kernel.why_not(asked, device) is None:
+    # From how many rows on hopper_large is the best is what is to be found out; one is not among them.
+    for name, kernel in KERNELS.items():
+        if spec.M >= (kernel is hopper_large) * 8 and kernel.why_not(spec, device) is None:
             every = dict.fromkeys([kernel.default(spec, device), *kernel.candidates(spec, device)])
             found += [(cell, name, config) for config in every]
     return found
@@ -84,7 +87,8 @@ def run(job: Job) -> dict[str, Any]:
     spec, device = cell.spec, current_device()
     bytes_of_weights = 2 * spec.K * spec.N if name == "bf16" else spec.weight_bytes()
     copies = max(1, -(-COLD // bytes_of_weights))
-    calls = max(40 if cell.M <= 64 else 12 if cell.M <= 256 else 4, copies)
+    calls, rounds = (40, 16) if cell.M <= 64 else (12, 8) if cell.M <= 256 else (4, 2)
+    calls = max(calls, copies)
     if name in ("bf16", "xla"):  # XLA would make one product of two that share a weight
         calls = copies = max(copies, min(calls, MOST_BYTES // (2 * spec.K * spec.N)))
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
@@ -99,16 +103,14 @@ def run(job: Job) -> dict[str, Any]:
             return x @ w
         if name == "xla":
             return reference.matmul(spec, x, w, scales, zeros)
-        kernel: Any = hopper if name == "hopper" else hopper_large
-        return kernel.matmul(spec, x, w, scales, zeros, config=config, device=device)
+        return KERNELS[name].matmul(spec, x, w, scales, zeros, config=config, device=device)
 
-    chain = chained(one, [(x, *weights[n % copies]) for n, x in enumerate(inputs)])
+    chain = chained(one, [(x, *weights[n % copies]) for n, x in enumerate(inputs)], rounds=rounds)
     if name.startswith("hopper") and chain.custom_calls < calls:
         raise RuntimeError(f"bench_w4a16: {chain.custom_calls} custom calls for {calls} - XLA merged some.")
     return {
         "us": round(chain.us, 2),
         "cupti_us": round(chain.cupti_us, 2),
-        "captured": chain.captured,
         "tb_s": round(bytes_of_weights / chain.us / 1e6, 2),
         "config": None if config is None else dataclasses.asdict(config),
     }
@@ -137,27 +139,63 @@ def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[s
     todo = {cell: jobs(cell) for cell in chosen}
     left = {cell: len(these) for cell, these in todo.items()}
     best: dict[Cell, dict[str, Any]] = {cell: {} for cell in chosen}
+    defaults: dict[Cell, dict[str, float]] = {cell: {} for cell in chosen}
     every = [job for these in todo.values() for job in these]
     for (cell, name, config), result in each(run, every, workers=workers, seconds=seconds):
         left[cell] -= 1
         if isinstance(result, str):
             yield {"cell": cell.name, "implementation": name, "config": str(config), "error": result}
-        elif name not in best[cell] or result["us"] < best[cell][name]["us"]:
-            best[cell][name] = result
+        else:
+            if name not in best[cell] or result["us"] < best[cell][name]["us"]:
+                best[cell][name] = result
+            if config is not None and config == KERNELS[name].default(cell.spec, current_device()):
+                defaults[cell][name] = result["us"]
         if not left[cell]:
+            for name, us in defaults[cell].items():
+                best[cell][name]["default_us"] = us
             yield {"cell": cell.name, **dataclasses.asdict(cell), **best[cell]}
+
+
+KEYS = ("device", "kernel", "K", "N", "length")  # what no two rows of tuned.json have in common
+
+
+def tuned_rows(row: dict[str, Any], shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """A measured cell as rows of tuned.json: the best configuration of each kernel, whose `length` is M."""
+    if row["group"] != 128 or row["zeros"]:
+        return []
+    K, N = SHAPES[row["shape"]]
+    return [
+        {"kernel": name, "K": K, "N": N, "length": row["M"]}
+        | {fact: row[name][fact] for fact in ("config", "us", "default_us")}
+        | {"rivals_us": {rival: row[rival]["us"] for rival in ("bf16", "xla") if rival in row}}
+        | shared
+        for name in KERNELS
+        if name in row and "default_us" in row[name]
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments("pallas_kernels.bench_w4a16", __doc__ or "")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put the best configurations into this tuned.json")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if not has_gpu():
         return 2
     shared = setting("pallas_kernels.bench_w4a16", argv, args.commit)
     chosen = [cell for cell in cells() if args.only in cell.name]
-    return int(record(rows(chosen, workers=args.workers, seconds=args.seconds), shared, args.out) > 0)
+    found = []
+
+    def kept() -> Iterator[dict[str, Any]]:
+        for row in rows(chosen, workers=args.workers, seconds=args.seconds):
+            found.append(row)
+            yield row
+
+    failed = record(kept(), shared, args.out)
+    if args.write is not None:
+        best = [new for row in found if "error" not in row for new in tuned_rows(row, shared)]
+        tuned.write(args.write, best, KEYS)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
@@ -45,47 +46,49 @@ def milliseconds(function: Callable[..., Any], *args: Any, repeats: int = 3, ite
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Microseconds a call by the clock and by CUPTI; custom calls in the program; whether CUDA graphs launch them."""
+    """Microseconds a call by the clock and by CUPTI, and the custom calls in the program."""
 
     us: float
     cupti_us: float
     custom_calls: int
-    captured: bool
 
 
-def chained(function: Callable[..., Any], calls: Sequence[Sequence[Callable[[], Any]]]) -> Chain:
-    """Times calls that follow each other in one program.
+def chained(function: Callable[..., Any], calls: Sequence[Sequence[Callable[[], Any]]], *, rounds: int) -> Chain:
+    """Times calls that follow each other in one program, which runs `rounds` times through them.
 
+    One launch of the program from Python takes some 100 us, which enough rounds make negligible.
     calls: for each call, functions without arguments that make its operands. Operands made by the same function are the
     same array; no two calls may have all of them in common, or XLA would merge them. For kernels of few microseconds,
-    whose launches the clock should not count, run with XLA_FLAGS=--xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS.
+    whose launches the clock should not count, let CUDA graphs launch them:
+    XLA_FLAGS="--xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS,+CUBLASLT --xla_gpu_graph_min_graph_size=1".
     """
     makers = list(dict.fromkeys(make for call in calls for make in call))
     places = [[makers.index(make) for make in call] for call in calls]
     inner = jax.jit(function)
 
-    def program(arrays: Sequence[Any]) -> list[Any]:
-        return [inner(*(arrays[n] for n in call)) for call in places]
+    def program(arrays: list[Any]) -> list[Any]:
+        def once(_: Any, outs: list[Any]) -> list[Any]:
+            # Else the calls would not depend on the round, and XLA would move them out of the loop.
+            arrays_now, _ = jax.lax.optimization_barrier((arrays, outs))
+            return [inner(*(arrays_now[n] for n in call)) for call in places]
+
+        shapes = jax.eval_shape(lambda: [inner(*(arrays[n] for n in call)) for call in places])
+        return jax.lax.fori_loop(0, rounds, once, [jnp.zeros(out.shape, out.dtype) for out in shapes])
 
     compiled = jax.jit(program).lower([jax.eval_shape(make) for make in makers]).compile()
     with _gpu:
         arrays = [make() for make in makers]
-        times, repeats = [], 4
-        for _ in range(8):
+        jax.block_until_ready(compiled(arrays))
+        times = []
+        for _ in range(5):
             start = time.perf_counter()
-            for _ in range(repeats):
-                # Given back first, so that the next outputs have the same addresses: others make XLA renew its graph.
-                out = None
-                out = compiled(arrays)
-            jax.block_until_ready(out)
-            times.append((time.perf_counter() - start) / repeats / len(calls))
+            jax.block_until_ready(compiled(arrays))
+            times.append((time.perf_counter() - start) / rounds / len(calls))
         kernels: Any = profiler.measure(compiled)(arrays)[1]
-    text = compiled.as_text() or ""
     return Chain(
-        us=1e6 * float(np.median(times[3:])),
-        cupti_us=1e3 * float(kernels) / len(calls),
-        custom_calls=text.count("custom-call("),
-        captured="command_buffer" in text,
+        us=1e6 * float(np.median(times)),
+        cupti_us=1e3 * float(kernels) / rounds / len(calls),
+        custom_calls=(compiled.as_text() or "").count("custom-call("),
     )
 
 

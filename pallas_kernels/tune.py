@@ -9,7 +9,6 @@ than `MARGIN` may be noise, and the default stays. Rows of other devices and oth
 import dataclasses
 import functools
 import itertools
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuned
 from pallas_kernels.attention import hopper, hopper_bwd, hopper_bwd_wide, hopper_config
 from pallas_kernels.attention.hopper_config import BackwardConfig, Config
 from pallas_kernels.attention.spec import AttentionSpec
@@ -58,6 +58,8 @@ class Problem:
 
 
 Job = tuple[Problem, Config | BackwardConfig]
+
+KEYS = ("device", *(f.name for f in dataclasses.fields(Problem)))  # what no two rows of tuned.json have in common
 
 
 def problems() -> list[Problem]:
@@ -152,13 +154,6 @@ def _row(problem: Problem, times: dict[Any, float]) -> dict[str, Any] | None:
     }
 
 
-def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of both, the new one where both have the same problem on the same device; in a fixed order."""
-    keys = ("device", *(f.name for f in dataclasses.fields(Problem)))
-    rows = {tuple(row[k] for k in keys): row for row in [*old, *new]}
-    return [rows[key] for key in sorted(rows)]
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = arguments("pallas_kernels.tune", __doc__ or "")
     parser.add_argument("--write", type=Path, default=hopper_config.TUNED, help="the file (default: the package's own)")
@@ -169,9 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     shared = setting("pallas_kernels.tune", argv, args.commit)
     chosen = [problem for problem in problems() if args.only in problem.name]
     rows, errors = tune(chosen, workers=args.workers, seconds=args.seconds)
-    old = json.loads(args.write.read_text()) if args.write.exists() else []
-    merged = merge(old, [row | shared for row in rows])
-    args.write.write_text("[\n" + ",\n".join(json.dumps(row) for row in merged) + "\n]\n")
+    tuned.write(args.write, [row | shared for row in rows], KEYS)
     print(*errors, sep="\n", file=sys.stderr)
     return int(bool(errors))
 

@@ -38,7 +38,7 @@ def test_the_nearest_length_of_the_same_facts_is_taken(tmp_path):
 
 def test_the_package_holds_a_configuration_for_every_problem_that_is_tuned():
     rows = json.loads(hopper_config.TUNED.read_text())
-    assert rows == tune.merge(rows, [])  # in order, none twice
+    assert rows == tuned.merge(rows, [], tune.KEYS)  # in order, none twice
     for problem in tune.problems():
         spec = problem.spec
         choose = hopper_config.forward_config if problem.kernel == "forward" else hopper_config.backward_config
@@ -78,7 +78,7 @@ def test_the_default_stays_unless_another_is_clearly_faster(gain, share):
 
 def test_merging_keeps_other_devices_and_takes_what_is_new():
     new = [row(1024, 9), row(2048, 1)]
-    merged = tune.merge([row(1024, 1), row(1024, 2, device="another")], new)
+    merged = tuned.merge([row(1024, 1), row(1024, 2, device="another")], new, tune.KEYS)
     assert merged == [row(1024, 9), row(2048, 1), row(1024, 2, device="another")]
 
 

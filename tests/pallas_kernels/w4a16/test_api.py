@@ -121,11 +121,11 @@ def test_explain_names_every_implementation():
     assert api.explain(CASES["plain"].spec(), device=H200, implementation="xla").chosen == "xla"
 
 
-@pytest.mark.parametrize("M", [0, 1, 32, 33, 1024, 1025])
+@pytest.mark.parametrize("M", [0, 1, 32, 33, 100_000])
 @pytest.mark.parametrize("implementation", [None, *(implementation.name for implementation in api.IMPLEMENTATIONS)])
 def test_explain_any_number_of_rows(implementation, M):
     spec = dataclasses.replace(CASES["plain"].spec(), M=M)
-    limits = {"hopper": 32, "hopper_large": 1024, "xla": 1 << 30}
+    limits = {"hopper": 32, "hopper_large": 1 << 30, "xla": 1 << 30}
     serving = [name for name, most in limits.items() if most >= M and implementation in (None, name)]
     explanation = api.explain(spec, device=H200, implementation=implementation)
     assert explanation.chosen == (serving[0] if serving else None) and str(explanation)

@@ -25,9 +25,9 @@ def test_weights_are_cold_and_fit(name, monkeypatch):
     """Distinct weights of more than the L2 cache; of 16 bits, or to be made so, at most 8 GB."""
     given = []
 
-    def chained(function, calls):
+    def chained(function, calls, rounds):
         given.append(calls)
-        return Chain(us=1.0, cupti_us=1.0, custom_calls=len(calls), captured=True)
+        return Chain(us=1.0, cupti_us=1.0, custom_calls=len(calls))
 
     monkeypatch.setattr(bench_w4a16, "chained", chained)
     for cell in bench_w4a16.cells():

@@ -326,6 +326,6 @@ def test_why_not():
         assert "Hopper" in str(kernel.why_not(case.spec(), CPU))
         assert "float32" in str(kernel.why_not(dataclasses.replace(case, dtype="float32").spec(), H200))
     assert "33" in str(hopper.why_not(dataclasses.replace(case, M=33).spec(), H200))
-    assert "1025" in str(hopper_large.why_not(dataclasses.replace(case, M=1025).spec(), H200))
+    assert hopper_large.why_not(dataclasses.replace(case, M=1_000_000).spec(), H200) is None
     narrow = dataclasses.replace(case, dtype="float16")
     assert "range" in str(hopper_large.why_not(narrow.spec(), H200))
