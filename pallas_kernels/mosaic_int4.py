@@ -63,32 +63,36 @@ class Step:
         return 0 if self.scale_rows == 1 else k // self.group
 
 
-def multiply_add(step: Step, acc: Any, words: Any, scales: Any, zeros: Any | None, x: Any) -> Any:
-    """acc + scale * ((code - zero)^T x^T), float32 (64, tokens) in WGMMA layout; a warpgroup.
+def multiply_add(step: Step, accs: Any, words: Any, scales: Any, zeros: Any | None, x: Any) -> list[Any]:
+    """acc + scale * ((code - zero)^T x^T), float32 (64, tokens) in WGMMA layout, of each of a list; a warpgroup.
 
-    Refs of shared memory: words int32 (k / 64, rows / 8, 64), scales (groups, rows), zeros uint8 (groups, rows) or None
-    for 8, x (tokens, k) swizzled.
+    Lists of refs of shared memory: words int32 (k / 64, rows / 8, 64), scales (groups, rows), zeros uint8 (groups,
+    rows) or None for 8; and x (tokens, k) swizzled, whose fragments serve the whole list.
     """
-    refs = [words, scales, *([] if zeros is None else [zeros]), x]
+    n, with_zeros = len(accs), zeros is not None
+    refs = [*words, *scales, *(zeros or []), x]
 
-    def emit(_, acc, words, scales, *rest):
-        *zeros, x = rest
-        return _emit_multiply(step, acc, words, scales, zeros[0] if zeros else None, x)
+    def each(operands):
+        accs, words, scales, zeros = (operands[i * n : (i + 1) * n] for i in range(4))
+        return list(zip(accs, words, scales, zeros if with_zeros else [None] * n, strict=True))
 
-    def interpret_refs(acc, words, scales, *rest):
-        *zeros, x = rest
-        return _plain_multiply(step, acc, words, scales, zeros[0] if zeros else None, x), {}
+    def emit(_, *operands):
+        return _emit_multiply(step, each(operands), operands[-1])
+
+    def interpret_refs(*operands):
+        return [_plain_multiply(step, *one, operands[-1]) for one in each(operands)], {}
 
     emit.interpret_refs = interpret_refs
     plain: Any = plgpu.RefType()
+    sums = plgpu.ShapeDtypeStruct(accs[0].shape, jnp.float32, layout=Layout.WGMMA)
     return plgpu.inline_mgpu(
         arg_types=(
-            Layout.WGMMA,
+            *[Layout.WGMMA] * n,
             *[plain] * (len(refs) - 1),
             plgpu.RefType(tuple(swizzled((8, 64), x.dtype).transforms)),
         ),
-        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=Layout.WGMMA),
-    )(emit)(acc, *refs)
+        return_type=[sums] * n,
+    )(emit)(*accs, *refs)
 
 
 def _plain_multiply(step: Step, acc, words, scales, zeros, x):
@@ -200,47 +204,53 @@ class _Tokens:
         return blocks
 
 
-def _emit_multiply(step: Step, acc, words, scales, zeros, x):
-    weight = _Weight(step, words, scales, zeros)
-    tokens = _Tokens(step, weight, x)
+def _emit_multiply(step: Step, operands, x) -> list[Any]:
+    """`operands`: (acc, words, scales, zeros or None) of each weight."""
+    weights = [_Weight(step, *refs) for _, *refs in operands]
+    tokens = _Tokens(step, weights[0], x)
     sums = {
-        (block, rh, e): llvm.extractelement(acc.registers[index], _c(e))
+        (n, block, rh, e): llvm.extractelement(acc.registers[index], _c(e))
+        for n, (acc, *_) in enumerate(operands)
         for index, block, rh in _places(acc.layout, acc.shape)
         for e in range(2)
     }
-    blocks = range(step.tokens // 8)
-    run = step.unit // 16 // weight.groups  # products on one accumulator
+    tiles = list(np.ndindex(len(weights), step.tokens // 8))
+    run = step.unit // 16 // weights[0].groups  # products on one accumulator
     # Two chains of products hide each other's latency where there is only one block of tokens.
-    chains = 2 if len(blocks) == 1 and run > 2 else 1
+    chains = 2 if len(tiles) == 1 and run > 2 else 1
     for turn in range(step.k // (step.unit * step.parts)):
-        for group in range(weight.groups):
-            scale, zero = ([of(turn, group, rh) for rh in range(2)] for of in (weight.scale, weight.zero))
-            partial = [[[mgpu.c(0.0, _f32())] * 4 for _ in range(chains)] for _ in blocks]
+        for group in range(weights[0].groups):
+            scales = [[weight.scale(turn, group, rh) for rh in range(2)] for weight in weights]
+            zeros = [[weight.zero(turn, group, rh) for rh in range(2)] for weight in weights]
+            partial = {tile: [[mgpu.c(0.0, _f32())] * 4 for _ in range(chains)] for tile in tiles}
             for step16 in range(group * run, (group + 1) * run):
                 tile, inside = divmod(step16, 4)
                 if inside == 0:
-                    four = weight.words(turn, tile)
+                    words = [weight.words(turn, tile) for weight in weights]
                 if inside % 2 == 0:
                     b = tokens.load(turn, tile, inside // 2)
-                a = weight.codes(four, inside, zero)
-                for block in blocks:
-                    chain = partial[block][step16 % chains]
-                    chain[:] = _mma(step, chain, a, b[block][2 * (inside % 2) : 2 * (inside % 2) + 2])
-            for block in blocks:
+                a = [weight.codes(words[n], inside, zeros[n]) for n, weight in enumerate(weights)]
+                for n, block in tiles:
+                    chain = partial[n, block][step16 % chains]
+                    chain[:] = _mma(step, chain, a[n], b[block][2 * (inside % 2) : 2 * (inside % 2) + 2])
+            for n, block in tiles:
                 for rh, e in np.ndindex(2, 2):
-                    value = partial[block][0][2 * rh + e]
-                    for chain in partial[block][1:]:
+                    value = partial[n, block][0][2 * rh + e]
+                    for chain in partial[n, block][1:]:
                         value = arith.addf(value, chain[2 * rh + e])
-                    old = sums[block, rh, e]
-                    sums[block, rh, e] = llvm.inline_asm(
-                        _f32(), [value, scale[rh], old], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"
+                    old = sums[n, block, rh, e]
+                    sums[n, block, rh, e] = llvm.inline_asm(
+                        _f32(), [value, scales[n][rh], old], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f"
                     )
-    out = np.empty_like(acc.registers)
-    for index, block, rh in _places(acc.layout, acc.shape):
-        out[index] = acc.registers[index]
-        for e in range(2):
-            out[index] = llvm.insertelement(out[index], sums[block, rh, e], _c(e))
-    return type(acc)(_registers=out, _layout=acc.layout, _is_signed=None)
+    done = []
+    for n, (acc, *_) in enumerate(operands):
+        out = np.empty_like(acc.registers)
+        for index, block, rh in _places(acc.layout, acc.shape):
+            out[index] = acc.registers[index]
+            for e in range(2):
+                out[index] = llvm.insertelement(out[index], sums[n, block, rh, e], _c(e))
+        done.append(type(acc)(_registers=out, _layout=acc.layout, _is_signed=None))
+    return done
 
 
 def _mma(step: Step, c, a, b) -> list[Any]:

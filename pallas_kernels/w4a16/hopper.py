@@ -7,8 +7,9 @@ slices of columns at a time, so that no sum ever crosses CTAs:
     warpgroup 0  | k0 -> 16-bit (code - zero) -> mma.sync -> * scale -> float32 sum | k4 ... | sums meet, y -> memory
     warpgroup 1  |    k1 ...                                                        | k5 ... |
 
-`split` warpgroups share a slice and take its steps in turn; the others work on neighbouring slices. A slice of 16 or 32
-columns is split between the warps of a warpgroup as well. Sums are added in one order: same bits every time.
+`split` warpgroups share a slice and take its steps in turn; the others work on neighbouring slices, or each on `blocks`
+of them at a time, for which it reads x once. A slice of 16 or 32 columns is split between the warps of a warpgroup as
+well. Sums are added in one order: same bits every time.
 """
 
 import functools
@@ -36,8 +37,12 @@ MOST_ROWS = 32  # of x; above, wgmma does more of them in the same time
 # Registers of a thread that computes and of one that loads, by computing warpgroups: what a launch gets, divided anew.
 _REGISTERS = {2: (232, 32), 4: (104, 32)}
 
+# Rows of x times blocks of a warpgroup whose sums fit into a thread's registers, by computing warpgroups.
+_MOST_SUMS = {2: 128, 4: 32}
+
 _COLUMN = 1 << 30  # a group that no step exceeds
-_X_WARP = 3  # of the loading warpgroup; the weight's begin at 0
+_LOADERS = 4  # warps, which take slices in turn; the last loads x as well
+_X_WARP = _LOADERS - 1
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -46,13 +51,15 @@ i32, f32 = jnp.int32, jnp.float32
 class Config:
     """Slices and schedule.
 
-    `columns` of W to a slice, 16, 32 or 64; `warpgroups` that compute, of which `split` share a slice; `depth`: a step
-    is this many times the least; `stages` steps in flight, all of shared memory where None.
+    `columns` of W to a slice, 16, 32 or 64; `warpgroups` that compute, of which `split` share a slice, or each works on
+    `blocks` slices at a time; `depth`: a step is this many times the least; `stages` steps in flight, all of shared
+    memory where None.
     """
 
     columns: int = 64
     warpgroups: int = 4
     split: int = 1
+    blocks: int = 1
     depth: int = 1
     stages: int | None = None
 
@@ -65,6 +72,11 @@ class Config:
             raise ValueError(
                 f"Config: {self.split=} of {self.warpgroups=} - slices have equally many. Choose a divisor."
             )
+        if self.blocks not in (1, 2, 4) or min(self.blocks, self.split) > 1:
+            raise ValueError(
+                f"Config: {self.blocks=} of {self.split=} - a slice's sums meet one at a time. Choose 1, or 2 or 4 of "
+                "slices that are not split."
+            )
         if self.depth not in (1, 2, 4):
             raise ValueError(f"Config: {self.depth=} - a copy has at most 16 tiles of 64 rows. Choose 1, 2 or 4.")
         if self.stages is not None and (not 2 * self.split <= self.stages <= _MOST_STAGES or self.stages % self.split):
@@ -74,9 +86,14 @@ class Config:
             )
 
     @property
+    def readers(self) -> int:
+        """Warpgroups that read a step."""
+        return self.warpgroups // self.split
+
+    @property
     def slices(self) -> int:
         """Slices that a CTA works on at a time."""
-        return self.warpgroups // self.split
+        return self.readers * self.blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +129,7 @@ class _Kernel:
 
     @property
     def ctas(self) -> int:
-        return min(self.cores, pl.cdiv(self.all_slices, self.config.slices))
+        return min(self.cores, pl.cdiv(self.all_slices, self.config.readers))
 
     def stage_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of one stage of every ring. A row of TMA's box has 16 bytes, and a box 128 or more."""
@@ -162,24 +179,31 @@ def smem_bytes(spec: W4A16Spec, config: Config) -> int:
 def candidates(spec: W4A16Spec, device: Device) -> list[Config]:
     """Configurations worth timing."""
     every = [
-        Config(columns=columns, warpgroups=warpgroups, split=split, depth=depth)
+        Config(columns=columns, warpgroups=warpgroups, split=split, blocks=blocks, depth=depth)
         for columns in (64, 32, 16)
         for warpgroups in (4, 2)
         for split in (1, 2, 4)
+        for blocks in (1, 2, 4)
         for depth in (1, 2)
-        if split <= warpgroups
+        if split <= warpgroups and (blocks == 1 or (split == 1 and columns == 64))
     ]
-    return [config for config in every if smem_bytes(spec, config) <= SMEM_LIMIT - _RESERVED]
+    return [
+        config
+        for config in every
+        if smem_bytes(spec, config) <= SMEM_LIMIT - _RESERVED
+        and (config.blocks == 1 or config.blocks * spec.M <= _MOST_SUMS[config.warpgroups])
+    ]
 
 
 def default(spec: W4A16Spec, device: Device) -> Config:
     """The configuration whose busiest SM takes in the fewest bytes of weight and x; of those, wide slices first."""
 
-    def cost(config: Config) -> tuple[float, int]:
+    def cost(config: Config) -> tuple[float, int, int]:
         kernel = _Kernel(spec=spec, config=config, cores=device.num_cores or H200.num_cores or 1)
         most = pl.cdiv(kernel.all_slices, kernel.ctas)
         turns = pl.cdiv(most, config.slices)
-        return spec.padded_K * (most * config.columns / 2 + turns * spec.M * 2), -config.columns * config.slices
+        taken = spec.padded_K * (most * config.columns / 2 + turns * spec.M * 2)
+        return taken, -config.columns * config.readers, config.blocks
 
     four = [config for config in candidates(spec, device) if config.warpgroups == 4 and config.depth == 1]
     return min(four or candidates(spec, device), key=cost)
@@ -235,7 +259,7 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
     smem |= {
         "sums": plgpu.SMEM(kernel.sums_shape, f32),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=config.slices, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=config.readers, num_barriers=stages),
     }
     if config.split > 1:
         smem["summed"] = plgpu.Barrier(num_arrivals=config.split, num_barriers=config.slices)
@@ -335,12 +359,10 @@ def _drain(kernel: _Kernel, smem: dict[str, Any], turns: Any) -> None:
 
 
 def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any, turn: _Turn) -> None:
-    """One warp's part of a turn: words, scales and zeros of one slice, or x, or both."""
+    """One warp's part of a turn: words, scales and zeros of its slices, or x, or both."""
     config, spec = kernel.config, kernel.spec
     columns, split = config.columns, config.split
     slices = i32(64 // columns)  # of a tile
-    slice_ = turn.first + jnp.minimum(warp, turn.count - 1)
-    tile, inside = lax.div(slice_, slices), lax.rem(slice_, slices)
     k = kernel.step.k
 
     @pl.loop(0, kernel.steps)
@@ -353,12 +375,14 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
             plgpu.barrier_wait(smem["free"].at[slot])
             mosaic.fence_async()  # the stage was read by ordinary loads
 
-        @pl.when(warp < config.slices)
-        def _():
+        def load_slice(which):
+            slice_ = turn.first + jnp.minimum(which, turn.count - 1)
+            tile, inside = lax.div(slice_, slices), lax.rem(slice_, slices)
+
             def copy(name, source):
                 # Where the turn has fewer slices, only the barrier hears of it.
-                target, full = smem[name].at[slot, warp], smem["full"].at[slot]
-                plgpu.copy_gmem_to_smem(source, target, full, predicate=warp < turn.count)
+                target, full = smem[name].at[slot, which], smem["full"].at[slot]
+                plgpu.copy_gmem_to_smem(source, target, full, predicate=which < turn.count)
 
             eighths = pl.ds(inside * (columns // 8), columns // 8)
             copy("words", gmem["words"].at[tile, pl.ds(step * (k // 64), k // 64), eighths])
@@ -368,6 +392,10 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
                     rows = pl.ds(group, smem[name].shape[2])
                     copy(name, gmem[name].at[tile, rows, pl.ds(inside * columns, columns)])
 
+        for offset in range(0, config.slices, _LOADERS):
+            which = offset + warp
+            pl.when(which < config.slices)(functools.partial(load_slice, which))
+
         @pl.when(warp == _X_WARP)
         def _():
             # Rows past M and columns past K come as zeros.
@@ -376,24 +404,25 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
 
 
 def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], turn: _Turn) -> None:
-    """One warpgroup's share of a slice."""
+    """One warpgroup's slices, or share of a slice."""
     config, step = kernel.config, kernel.step
     w = lax.axis_index("warpgroup")
     which, k_group = lax.div(w, i32(config.split)), lax.rem(w, i32(config.split))
+    mine = [which + n * config.readers for n in range(config.blocks)]
     steps = _steps_of(kernel, k_group)
     first_slot = _slot(kernel, turn.turn, k_group, 0)
 
     def after(slot):  # instead of a division each step
         return jnp.where(slot + config.split >= kernel.stages, k_group, slot + config.split)
 
-    def multiply(_, carry):
-        slot, acc = carry
+    def multiply(slices, _, carry):
+        slot, accs = carry
         plgpu.barrier_wait(smem["full"].at[slot])
-        zeros = smem["zeros"].at[slot, which] if kernel.spec.zeros else None
-        words, scales = smem["words"].at[slot, which], smem["scales"].at[slot, which]
-        acc = mosaic_int4.multiply_add(step, acc, words, scales, zeros, smem["x"].at[slot])
+        words, scales = ([smem[name].at[slot, n] for n in slices] for name in ("words", "scales"))
+        zeros = [smem["zeros"].at[slot, n] for n in slices] if kernel.spec.zeros else None
+        accs = mosaic_int4.multiply_add(step, accs, words, scales, zeros, smem["x"].at[slot])
         plgpu.barrier_arrive(smem["free"].at[slot])
-        return after(slot), acc
+        return after(slot), tuple(accs)
 
     def skip(_, slot):
         plgpu.barrier_wait(smem["full"].at[slot])
@@ -404,11 +433,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], turn: 
         if config.split > 1:
             pl.when(turn.turn > 0)(lambda: plgpu.barrier_wait(smem["stored"].at[which]))
 
-    @pl.when(which < turn.count)
-    def _():
-        acc = plgpu.layout_cast(jnp.zeros((64, step.tokens), f32), mosaic.Layout.WGMMA)
-        _, acc = lax.fori_loop(0, steps, multiply, (first_slot, acc))
-        wait_stored()
+    def store(acc, n):
         mosaic_int4.put_partial(acc, smem["sums"].at[w])
         if config.split > 1:
             plgpu.barrier_arrive(smem["summed"].at[which])
@@ -418,10 +443,21 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], turn: 
             if config.split > 1:
                 plgpu.barrier_wait(smem["summed"].at[which])
             sums = smem["sums"].at[pl.ds(which * config.split, config.split)]
-            columns = pl.ds((turn.first + which) * config.columns, config.columns)
+            columns = pl.ds((turn.first + n) * config.columns, config.columns)
             mosaic_int4.store_sum(step, sums, gmem["out"].at[:, columns])
 
-    @pl.when(which >= turn.count)
+    def multiply_all(slices):
+        accs = tuple(plgpu.layout_cast(jnp.zeros((64, step.tokens), f32), mosaic.Layout.WGMMA) for _ in slices)
+        _, accs = lax.fori_loop(0, steps, functools.partial(multiply, slices), (first_slot, accs))
+        wait_stored()
+        for acc, n in zip(accs, slices, strict=True):
+            store(acc, n)
+
+    for count in range(1, config.blocks + 1):
+        more = mine[count] < turn.count if count < config.blocks else False
+        pl.when((mine[count - 1] < turn.count) & jnp.logical_not(more))(functools.partial(multiply_all, mine[:count]))
+
+    @pl.when(mine[0] >= turn.count)
     def _():
         lax.fori_loop(0, steps, skip, first_slot)
         wait_stored()

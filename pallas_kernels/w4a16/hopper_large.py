@@ -19,6 +19,7 @@ rounded once, to x's dtype, as the plain path does; sums are float32, in one ord
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,12 +38,15 @@ from pallas_kernels.w4a16.spec import W4A16Spec
 
 SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
 _RESERVED = 8 * 1024  # barriers, and what rounding each array up to 1 KiB adds
-_K = 64  # rows of W to a step
+_K = 64  # rows of W to a product
+_FEWEST_STAGES = 3  # of a ring: two are read while one is loaded
+_MOST_STAGES = 32  # of a ring: a thread keeps a barrier's phases in the bits of a word
 _OUT = 64  # rows of y that leave through shared memory at a time
 
 # Registers of a thread that computes and of one that loads, by computing warpgroups: what a launch gets, divided anew.
 _REGISTERS = {2: (232, 32), 4: (104, 32)}
-_X_WARP = 3  # of the loading warpgroup; the weight's begin at 0
+_LOADERS = 4  # warps, which take blocks of columns in turn; the last loads x as well
+_X_WARP = _LOADERS - 1
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -52,7 +56,8 @@ class Config:
     """Tile sizes and schedule.
 
     `warpgroups` that compute, `blocks` of 64 columns of W each, by `tokens` rows of x, in `parts` of the rows of W;
-    CTAs to a `cluster`, which share x; `stages` steps of 64 rows of W in flight, all of shared memory where None.
+    CTAs to a `cluster`, which share x; a step is `depth` times 64 rows of W; `stages` steps in flight, all of shared
+    memory where None.
     """
 
     warpgroups: int = 2
@@ -60,25 +65,33 @@ class Config:
     tokens: int = 256
     parts: int = 1
     cluster: int = 1
+    depth: int = 1
     stages: int | None = None
 
     def __post_init__(self):
         if self.warpgroups not in _REGISTERS:
             raise ValueError(f"Config: {self.warpgroups=} - there are registers for 2 or 4. Choose one of them.")
-        if self.blocks not in (1, 2) or self.warpgroups * self.blocks > 4:
-            raise ValueError(f"Config: {self.blocks=} of {self.warpgroups=} - four warps load one each. Choose 1 or 2.")
-        if self.tokens not in (64, 128, 192, 256):
-            raise ValueError(f"Config: {self.tokens=} - wgmma takes up to 256. Choose 64, 128, 192 or 256.")
+        if self.blocks not in (1, 2, 4):
+            raise ValueError(f"Config: {self.blocks=} - a warpgroup has registers for few. Choose 1, 2 or 4.")
+        if self.tokens not in (16, 32, 48, 64, 128, 192, 256):
+            raise ValueError(f"Config: {self.tokens=} - wgmma takes up to 256. Choose 16, 32, 48, 64, 128, 192 or 256.")
         if self.blocks * self.tokens > (256 if self.warpgroups == 2 else 64):
             raise ValueError(f"Config: {self.blocks=} x {self.tokens=} - the sums exceed the registers. Take fewer.")
-        if self.parts not in (1, 2, 4, 8):
-            raise ValueError(f"Config: {self.parts=} - each adds up as many rows of x. Choose 1, 2, 4 or 8.")
+        if self.parts not in (1, 2, 4, 8) or self.tokens % (8 * self.parts):
+            raise ValueError(
+                f"Config: {self.parts=} of {self.tokens=} - each adds up as many rows of x, in eights. Choose 1, 2, 4 "
+                "or 8, or more tokens."
+            )
         if self.cluster not in (1, 2) or min(self.cluster, self.parts) > 1:
             raise ValueError(
                 f"Config: {self.cluster=} of {self.parts=} - parts share no x. Choose 1, or 2 of one part."
             )
-        if self.stages is not None and self.stages < 3:
-            raise ValueError(f"Config: {self.stages=} - two are read while one is loaded. Give at least 3.")
+        if self.depth not in (1, 2):
+            raise ValueError(f"Config: {self.depth=} - a stage of more takes too much shared memory. Choose 1 or 2.")
+        if self.stages is not None and not _FEWEST_STAGES <= self.stages <= _MOST_STAGES:
+            raise ValueError(
+                f"Config: {self.stages=} - two are read while one is loaded. Give {_FEWEST_STAGES} to {_MOST_STAGES}."
+            )
 
     @property
     def columns(self) -> int:
@@ -100,10 +113,20 @@ class _Kernel:
     cores: int
 
     @property
+    def step_rows(self) -> int:
+        """Rows of W to a step."""
+        return _K * self.config.depth
+
+    @property
+    def per_pass(self) -> int:
+        """Steps in a row whose products are even in number, so that both sets of registers have their turn."""
+        return 2 // math.gcd(2, self.config.depth * self.config.blocks)
+
+    @property
     def steps(self) -> int:
-        """Of a tile's part; even where registers take turns by step. Past the end TMA fills up with zeros."""
-        steps = pl.cdiv(self.spec.padded_K // _K, self.config.parts)
-        return steps if self.config.blocks == 2 else steps + steps % 2
+        """Of a tile's part, in whole passes. Past the end TMA fills up with zeros."""
+        steps = pl.cdiv(self.spec.padded_K, self.step_rows * self.config.parts)
+        return pl.cdiv(steps, self.per_pass) * self.per_pass
 
     @property
     def all_blocks(self) -> int:
@@ -118,8 +141,15 @@ class _Kernel:
         return pl.cdiv(self.all_blocks, self.config.wide) * self.token_tiles
 
     @property
+    def runs(self) -> bool:
+        """Whether clusters own runs of columns, of any length, rather than tiles."""
+        return self.token_tiles == 1 and self.config.parts == 1
+
+    @property
     def clusters(self) -> int:
-        return min(self.cores // self.config.cluster, self.tiles * self.config.parts)
+        config = self.config
+        work = pl.cdiv(self.all_blocks, config.warpgroups * config.cluster) if self.runs else self.tiles * config.parts
+        return min(self.cores // config.cluster, work)
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
@@ -130,18 +160,18 @@ class _Kernel:
     @property
     def scale_rows(self) -> int:
         """Groups that a step meets."""
-        return max(1, _K // self.spec.group)
+        return max(1, self.step_rows // self.spec.group)
 
     def stage_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of one stage of every ring. A box of TMA has 128 bytes or more."""
         columns = self.config.columns
         shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "words": ((columns, 8, 64), "int32"),
+            "words": ((columns, self.config.depth, 8, 64), "int32"),
             "scales": ((columns, self.scale_rows, 64), self.spec.scale_dtype),
-            "x": ((self.config.tokens, _K), self.spec.dtype),
+            "x": ((self.config.tokens, self.step_rows), self.spec.dtype),
         }
         if self.spec.zeros:
-            shapes["zeros"] = ((columns, 2, 64), "uint8")
+            shapes["zeros"] = ((columns, max(2, self.scale_rows), 64), "uint8")
         return shapes
 
     @property
@@ -154,9 +184,9 @@ class _Kernel:
 
     @property
     def stages(self) -> int:
-        """As many as fit, if the configuration does not say."""
+        """As many as fit, if the configuration does not say; three at the least, whether they fit or not."""
         fitting = (SMEM_LIMIT - _RESERVED - self.out_bytes) // self.stage_bytes
-        return self.config.stages or min(fitting, 16)
+        return self.config.stages or max(_FEWEST_STAGES, min(fitting, 16))
 
 
 def smem_bytes(spec: W4A16Spec, config: Config) -> int:
@@ -167,11 +197,19 @@ def smem_bytes(spec: W4A16Spec, config: Config) -> int:
 
 def candidates(spec: W4A16Spec, device: Device) -> list[Config]:
     """Configurations worth timing."""
-    tiles = [Config(warpgroups=4, blocks=1, tokens=64)] * (spec.M <= 64)
-    tiles += [Config(blocks=2, tokens=tokens) for tokens in (64, 128) if tokens < spec.M + 64]
-    tiles += [Config(tokens=tokens) for tokens in (64, 128, 192, 256) if tokens < spec.M + 64]
-    every = [dataclasses.replace(config, parts=parts) for config in tiles for parts in (1, 2, 4, 8)]
-    every += [dataclasses.replace(config, cluster=2) for config in tiles]
+    narrow = [next((tokens for tokens in (16, 32, 48) if spec.M <= tokens), 64), 64] if spec.M <= 64 else [64]
+    tiles = [(4, 1, tokens) for tokens in narrow if spec.M <= 64]
+    tiles += [(2, blocks, tokens) for tokens in narrow for blocks in (1, 2, 4)]
+    tiles += [
+        (2, blocks, tokens) for blocks, tokens in ((2, 128), (1, 128), (1, 192), (1, 256)) if tokens < spec.M + 64
+    ]
+    every = []
+    for (warpgroups, blocks, tokens), deep in itertools.product(dict.fromkeys(tiles), (True, False)):
+        # Where a step has few products, more of its rows spare more of what comes once a step.
+        depth = 2 if deep == (tokens <= 64) else 1
+        config = Config(warpgroups=warpgroups, blocks=blocks, tokens=tokens, depth=depth)
+        ways = [{"parts": parts} for parts in (1, 2, 4, 8) if tokens % (8 * parts) == 0] + [{"cluster": 2}]
+        every += [dataclasses.replace(config, **way) for way in ways]
     return [config for config in every if _fits(spec, config, device) is None]
 
 
@@ -190,26 +228,31 @@ def _fits(spec: W4A16Spec, config: Config, device: Device) -> str | None:
         return f"CTAs wait for each other, and how many fit on {device} at a time is not known"
     if config.parts > 1 and (ctas := kernel.tiles * config.parts) > kernel.cores:
         return f"{ctas} CTAs wait for each other, and {kernel.cores} fit at a time"
-    if config.parts > 1 and (config.parts - 1) * kernel.steps * _K >= spec.padded_K:
+    if config.parts > 1 and (config.parts - 1) * kernel.steps * kernel.step_rows >= spec.padded_K:
         return f"there are {spec.padded_K} rows of W for {config.parts} parts"
     return None
 
 
 def default(spec: W4A16Spec, device: Device) -> Config:
-    """The configuration with the fewest predicted clocks."""
-    return min(candidates(spec, device), key=lambda config: clocks(spec, config, device))
+    """The configuration with the fewest predicted clocks; of those, without clusters and with the fewest loads."""
+
+    def cost(config: Config) -> tuple[float, ...]:
+        products, loads, meeting = _clocks(spec, config, device)
+        return max(products, loads) + meeting, config.cluster, loads, config.columns
+
+    return min(candidates(spec, device), key=cost)
 
 
 _BYTES_PER_CLOCK = 26  # that an SM takes in while all do: about 6 TB/s from the L2 cache (an estimate)
 _MEETING_CLOCKS = 4000  # to zero the counters, to wait for the other parts and for memory (an estimate)
 
 
-def clocks(spec: W4A16Spec, config: Config, device: Device) -> float:
-    """Predicted for the busiest SM: those of its products or of its loads, whichever are more. Ranks, no more."""
+def _clocks(spec: W4A16Spec, config: Config, device: Device) -> tuple[float, float, float]:
+    """Predicted for the busiest SM: of its products, of its loads meanwhile, of meeting. They rank, no more."""
     kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
     if config.parts > 1:
         blocks, turns = config.columns, 1
-    elif kernel.token_tiles == 1:
+    elif kernel.runs:
         blocks = pl.cdiv(pl.cdiv(kernel.all_blocks, kernel.clusters), config.cluster)
         turns = pl.cdiv(blocks, config.columns)
     else:
@@ -217,12 +260,13 @@ def clocks(spec: W4A16Spec, config: Config, device: Device) -> float:
         blocks = turns * config.columns
     # A wgmma of 64 x tokens x 16 with A in registers, as fitted to kernels like this one (H200, 2026-11), or its peak.
     product = max(32 + config.tokens / 3, config.tokens / 2)
-    products = blocks * kernel.steps * _K / 16 * product
-    x_bytes = turns * config.tokens * _K * 2 / config.cluster
-    loads = kernel.steps * (x_bytes + blocks * _K * 32) / _BYTES_PER_CLOCK
+    rows = kernel.steps * kernel.step_rows
+    products = blocks * rows / 16 * product
+    x_bytes = turns * config.tokens * 2 / config.cluster
+    loads = rows * (x_bytes + blocks * 32) / _BYTES_PER_CLOCK
     sums_bytes = 64 * blocks * config.tokens * 4 * 2
-    meeting = _MEETING_CLOCKS + sums_bytes / _BYTES_PER_CLOCK if config.parts > 1 else 0
-    return max(products, loads) + meeting
+    meeting = _MEETING_CLOCKS + sums_bytes / _BYTES_PER_CLOCK if config.parts > 1 else 0.0
+    return products, loads, meeting
 
 
 def why_not(spec: W4A16Spec, device: Device) -> str | None:
@@ -360,7 +404,7 @@ def _over_tiles(kernel: _Kernel, one: Callable[[_Tile], None]) -> Any:
         start, stop = (lax.div(r * count + (config.cluster - 1), i32(config.cluster)) for r in (rank, rank + 1))
         one(_Tile(turn, block + start, stop - start, *rest))
 
-    if kernel.token_tiles == 1 and config.parts == 1:
+    if kernel.runs:
         start, stop = (lax.div(c * i32(kernel.all_blocks), clusters) for c in (cluster, cluster + 1))
         turns = lax.div(stop - start + (wide - 1), wide)
 
@@ -423,14 +467,14 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
                 # Where the tile has fewer blocks, only the barrier hears of it.
                 plgpu.copy_gmem_to_smem(source, smem[name].at[slot, which], full, predicate=which < tile.count)
 
-            copy("words", gmem["words"].at[block, k])
-            group = 0 if kernel.spec.groups == 1 else lax.div(k * _K, i32(kernel.spec.group))
+            copy("words", gmem["words"].at[block, pl.ds(k * config.depth, config.depth)])
+            group = 0 if kernel.spec.groups == 1 else lax.div(k * kernel.step_rows, i32(kernel.spec.group))
             for name in ("scales", "zeros"):
                 if name in gmem:
                     copy(name, gmem[name].at[block, pl.ds(group, smem[name].shape[2])])
 
         def load_x():
-            source = gmem["x"].at[pl.ds(tile.token, config.tokens), pl.ds(k * _K, _K)]
+            source = gmem["x"].at[pl.ds(tile.token, config.tokens), pl.ds(k * kernel.step_rows, kernel.step_rows)]
             plgpu.copy_gmem_to_smem(
                 source, smem["x"].at[slot], full, collective_axes="rank" if config.cluster > 1 else None
             )
@@ -440,7 +484,9 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
                 load_block(which)
             load_x()
         else:
-            pl.when(warp < config.columns)(lambda: load_block(warp))
+            for offset in range(0, config.columns, _LOADERS):
+                which = offset + warp
+                pl.when(which < config.columns)(functools.partial(load_block, which))
             pl.when(warp == _X_WARP)(load_x)
 
 
@@ -449,52 +495,61 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], tile: 
     spec, config = kernel.spec, kernel.config
     w = lax.axis_index("warpgroup")
     mine = [w + r * config.warpgroups for r in range(config.blocks)]
-    per_pass = 2 // config.blocks  # steps to a pass, in which both sets of registers have their turn
-    first = tile.turn * kernel.steps
+    first = lax.rem(tile.turn * kernel.steps, i32(kernel.stages))
 
-    def weights(slot, block):
-        zeros = smem["zeros"].at[slot, block] if spec.zeros else None
-        refs = smem["words"].at[slot, block], smem["scales"].at[slot, block], zeros
+    def after(slot):  # instead of a division each step
+        return jnp.where(slot + 1 == kernel.stages, 0, slot + 1)
+
+    def weights(slot, block, k):
+        """Of the k-th 64 rows of W of a step."""
+        rows = pl.ds(k * kernel.scale_rows // config.depth, max(1, kernel.scale_rows // config.depth))
+        zeros = smem["zeros"].at[slot, block, rows] if spec.zeros else None
+        refs = smem["words"].at[slot, block, k], smem["scales"].at[slot, block, rows], zeros
         return mosaic_int4.dequantize(*refs, group=spec.group, dtype=jnp.dtype(spec.dtype))
 
-    def free(taken, **predicate):
-        plgpu.barrier_arrive(smem["free"].at[lax.rem(taken, i32(kernel.stages))], **predicate)
+    def free(slot, **predicate):
+        plgpu.barrier_arrive(smem["free"].at[slot], **predicate)
 
     def products(*sums):
-        def one_pass(n, taken):
-            for step in range(per_pass):
-                slot = lax.rem(taken + step, i32(kernel.stages))
+        def one_pass(n, carry):
+            slot, before = carry
+            for step in range(kernel.per_pass):
                 plgpu.barrier_wait(smem["full"].at[slot])
-                for r, block in enumerate(mine):
-                    plgpu.wgmma(sums[r], weights(slot, block), smem["x"].at[slot].T)
+                for k, (block, acc) in itertools.product(range(config.depth), zip(mine, sums, strict=False)):
+                    x = smem["x"].at[slot, :, pl.ds(k * _K, _K)]
+                    plgpu.wgmma(acc, weights(slot, block, k), x.T)
                     plgpu.wgmma_wait(1)
                     # The product before this one is done, and with the last of a step the step.
-                    if r == 0 and step == 0:
-                        free(taken + (kernel.stages - 1), predicate=n > 0)
-                    elif r == 0:
-                        free(taken + (step - 1))
-            return taken + per_pass
+                    if k == 0 and acc is sums[0]:
+                        free(before, **({} if step else {"predicate": n > 0}))
+                slot, before = after(slot), slot
+            return slot, before
 
-        taken = lax.fori_loop(0, kernel.steps // per_pass, one_pass, first)
+        _, last = lax.fori_loop(0, kernel.steps // kernel.per_pass, one_pass, (first, first))
         plgpu.wgmma_wait(0)
-        free(taken + (kernel.stages - 1))
+        free(last)
         return [x[...] for x in sums]
 
-    @pl.when(mine[0] < tile.count)
-    def _():
-        accumulators = [mosaic.ACC((64, config.tokens), f32)] * config.blocks
-        sums = pl.run_scoped(products, *accumulators)
+    def multiply(count):
+        """The first `count` of this warpgroup's blocks."""
+        sums = pl.run_scoped(products, *[mosaic.ACC((64, config.tokens), f32)] * count)
         if config.parts > 1:
-            sums = _meet(kernel, gmem, tile, mine, sums)
-        for block, y in zip(mine, sums, strict=True):
-            pl.when(block < tile.count)(functools.partial(_store, kernel, gmem, smem, tile, block, y))
+            sums = _meet(kernel, gmem, tile, mine[:count], sums)
+        for block, y in zip(mine, sums, strict=False):
+            _store(kernel, gmem, smem, tile, block, y)
+
+    for count in range(1, config.blocks + 1):
+        more = (mine[count] < tile.count) if count < config.blocks else False
+        pl.when((mine[count - 1] < tile.count) & jnp.logical_not(more))(functools.partial(multiply, count))
 
     @pl.when(mine[0] >= tile.count)
     def _():
-        @pl.loop(0, kernel.steps)
-        def _(n):
-            plgpu.barrier_wait(smem["full"].at[lax.rem(first + n, i32(kernel.stages))])
-            free(first + n)
+        def skip(_, slot):
+            plgpu.barrier_wait(smem["full"].at[slot])
+            free(slot)
+            return after(slot)
+
+        lax.fori_loop(0, kernel.steps, skip, first)
 
 
 def _meet(kernel: _Kernel, gmem: dict[str, Any], tile: _Tile, mine: list[Any], sums: Any) -> list[Any]:

@@ -24,21 +24,23 @@ def step_of(rows: int, tokens: int, group: int, depth: int = 1, **changes: str) 
 )
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float16", "float16")], ids=lambda x: x[0])
-def test_products(rows, tokens, group, depth, zeros, dtypes):
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_products(rows, tokens, group, depth, zeros, dtypes, blocks):
     step = step_of(rows, tokens, group, depth, dtype=dtypes[0], scale_dtype=dtypes[1])
-    words = RNG.integers(-(2**31), 2**31, (step.k // 64, rows // 8, 64), dtype=np.int32)
     # Whole numbers, so that sums are exact in any order; scales are powers of two.
     x = RNG.integers(-3, 4, (tokens, step.k)).astype(jnp.dtype(dtypes[0]))
-    scales = (2.0 ** RNG.integers(-2, 3, (step.scale_rows, rows))).astype(jnp.dtype(dtypes[1]))
-    zero = RNG.integers(0, 17, (step.scale_rows, rows), dtype=np.uint8) if zeros else None
-    acc = RNG.integers(-9, 9, (64, tokens)).astype(np.float32)
-    plain = mosaic_int4._plain_multiply(step, acc, words, jnp.asarray(scales), zero, jnp.asarray(x))
+    words = RNG.integers(-(2**31), 2**31, (blocks, step.k // 64, rows // 8, 64), dtype=np.int32)
+    scales = (2.0 ** RNG.integers(-2, 3, (blocks, step.scale_rows, rows))).astype(jnp.dtype(dtypes[1]))
+    zero = RNG.integers(0, 17, (blocks, step.scale_rows, rows), dtype=np.uint8) if zeros else [None] * blocks
+    acc = RNG.integers(-9, 9, (blocks, 64, tokens)).astype(np.float32)
     memory = lanes.Memory()
-    zeros_ref = None if zero is None else memory.place(zero)
-    refs = memory.place(words), memory.place(scales), zeros_ref, memory.place(x, swizzle=True)
+    refs = [[memory.place(one) for one in every] for every in (words, scales, zero if zeros else [])]
+    x_ref = memory.place(x, swizzle=True)
     with lanes.warpgroup(memory):
-        out = mosaic_int4.multiply_add(step, lanes.fragment(acc), *refs)
-    np.testing.assert_array_equal(lanes.array(out, np.float32), plain)
+        out = mosaic_int4.multiply_add(step, [lanes.fragment(one) for one in acc], *refs[:2], refs[2] or None, x_ref)
+    for n in range(blocks):
+        plain = mosaic_int4._plain_multiply(step, acc[n], words[n], jnp.asarray(scales[n]), zero[n], jnp.asarray(x))
+        np.testing.assert_array_equal(lanes.array(out[n], np.float32), plain)
 
 
 @pytest.mark.parametrize("rows", [64, 32, 16])

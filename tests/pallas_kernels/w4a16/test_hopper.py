@@ -93,6 +93,7 @@ FEW_CONFIGS = [
         strict=False,
     )
 ]
+FEW_CONFIGS[7:7] = [Few(warpgroups=2, blocks=4), Few(blocks=2, depth=2), Few(columns=32, warpgroups=2, blocks=2)]
 
 
 def name_of(x: Any) -> str:
@@ -119,7 +120,12 @@ MANY_CONFIGS = [
     Many(tokens=64, stages=3),
     Many(blocks=2, tokens=128),
     Many(tokens=256),
+    Many(blocks=4, tokens=64, depth=2),
     Many(tokens=192),
+    Many(blocks=4, tokens=32, depth=2, stages=3),
+    Many(warpgroups=4, tokens=64, depth=2),
+    Many(blocks=4, tokens=16),
+    Many(tokens=48, depth=2),
 ]
 
 
@@ -300,6 +306,8 @@ def test_no_parts_where_the_sms_are_not_counted(M):
         (lambda: Few(columns=48), "columns"),
         (lambda: Few(warpgroups=3), "warpgroups"),
         (lambda: Few(split=3), "split"),
+        (lambda: Few(blocks=3), "blocks"),
+        (lambda: Few(blocks=2, split=2), "blocks"),
         (lambda: Few(depth=8), "depth"),
         (lambda: Few(split=4, stages=6), "stages"),
         (lambda: Few(stages=33), "stages"),
@@ -308,10 +316,13 @@ def test_no_parts_where_the_sms_are_not_counted(M):
         (lambda: Many(warpgroups=4, blocks=2, tokens=64), "blocks"),
         (lambda: Many(tokens=100), "tokens"),
         (lambda: Many(parts=3), "parts"),
+        (lambda: Many(parts=4, tokens=16), "parts"),
+        (lambda: Many(depth=4), "depth"),
         (lambda: Many(cluster=4), "cluster"),
         (lambda: Many(cluster=2, parts=2), "cluster"),
         (lambda: Many(blocks=2), "tokens"),
         (lambda: Many(stages=2), "stages"),
+        (lambda: Many(stages=33), "stages"),
     ],
 )
 def test_configurations_that_the_hardware_refuses(make, name):
