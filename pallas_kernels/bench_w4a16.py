@@ -13,8 +13,9 @@ import dataclasses
 import functools
 import itertools
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ SHAPES = {
     "70B gate_up": (8192, 57344), "8B gate_up": (4096, 28672), "8B down": (14336, 4096), "8B o": (4096, 4096),
 }  # fmt: skip
 ROWS = (1, 16, 64, 256, 4096)
+MOST_TRIED = 12  # configurations of hopper_large, the ones predicted to be best
 COLD = 220_000_000  # bytes of weights, four times the L2 cache
 KERNELS: dict[str, Any] = {"hopper": hopper, "hopper_large": hopper_large}
 MOST_BYTES = 8_000_000_000  # of weights in 16 bits, so that several workers' fit into the GPU side by side
@@ -53,6 +55,10 @@ class Cell:
         return f"{self.shape} M{self.M}{packed}"
 
     @property
+    def is_plain(self) -> bool:
+        return self.group == 128 and not self.zeros
+
+    @property
     def spec(self) -> W4A16Spec:
         K, N = SHAPES[self.shape]
         facts: dict[str, Any] = {"dtype": "bfloat16", "scale_dtype": "bfloat16"}
@@ -60,6 +66,7 @@ class Cell:
 
 
 Job = tuple[Cell, str, Any]
+Best = dict[Cell, dict[str, dict[str, Any]]]
 
 
 def cells() -> list[Cell]:
@@ -70,14 +77,16 @@ def cells() -> list[Cell]:
 
 
 def jobs(cell: Cell) -> list[Job]:
-    """(cell, implementation, configuration) of everything that is timed for a cell."""
+    """(cell, implementation, configuration) of what is timed for a cell, a kernel's default first."""
     spec, device = cell.spec, current_device()
-    found: list[Job] = [(cell, "bf16", None), (cell, "xla", None)] if cell.group == 128 and not cell.zeros else []
+    found: list[Job] = [(cell, "bf16", None), (cell, "xla", None)] if cell.is_plain else []
+    if hopper.why_not(spec, device) is None:
+        every = [hopper.default(spec, device), *hopper.candidates(spec, device)]
+        found += [(cell, "hopper", config) for config in dict.fromkeys(every)]
     # From how many rows on hopper_large is the best is what is to be found out; one is not among them.
-    for name, kernel in KERNELS.items():
-        if spec.M >= (kernel is hopper_large) * 8 and kernel.why_not(spec, device) is None:
-            every = dict.fromkeys([kernel.default(spec, device), *kernel.candidates(spec, device)])
-            found += [(cell, name, config) for config in every]
+    if spec.M >= 8 and hopper_large.why_not(spec, device) is None:
+        every = hopper_large.ranked(spec, device)[:MOST_TRIED]
+        found += [(cell, "hopper_large", config) for config in every]
     return found
 
 
@@ -135,25 +144,44 @@ def _packed(spec: W4A16Spec, seed: int) -> list[Any]:
 
 
 def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """A row for each cell once all its jobs are done, and one with "error" for each job that failed."""
-    todo = {cell: jobs(cell) for cell in chosen}
+    """A row for each cell once all its jobs are done, and one with "error" for each job that failed.
+
+    Other groups and zero points are timed with the best configurations of the plain cell, and with the default.
+    """
+    start, best = time.monotonic(), Best()
+    plain = {cell: jobs(cell) for cell in chosen if cell.is_plain}
+    yield from _timed(plain, best, workers=workers, seconds=seconds)
+    others = {}
+    for cell in chosen:
+        if not cell.is_plain:
+            like = best.get(replace(cell, group=128, zeros=False), {})
+            kept = {name: KERNELS[name].Config(**like[name]["config"]) for name in KERNELS if name in like}
+            defaults = {name: KERNELS[name].default(cell.spec, current_device()) for name in kept or KERNELS}
+            others[cell] = [
+                (cell, name, c) for name in defaults for c in {defaults[name], kept.get(name, defaults[name])}
+            ]
+    yield from _timed(others, best, workers=workers, seconds=seconds - (time.monotonic() - start))
+
+
+def _timed(todo: dict[Cell, list[Job]], best: Best, *, workers: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Rows, as they come; `best` is filled with the fastest of each implementation and the time of its default."""
     left = {cell: len(these) for cell, these in todo.items()}
-    best: dict[Cell, dict[str, Any]] = {cell: {} for cell in chosen}
-    defaults: dict[Cell, dict[str, float]] = {cell: {} for cell in chosen}
+    defaults: dict[Cell, dict[str, float]] = {cell: {} for cell in todo}
     every = [job for these in todo.values() for job in these]
     for (cell, name, config), result in each(run, every, workers=workers, seconds=seconds):
         left[cell] -= 1
+        of = best.setdefault(cell, {})
         if isinstance(result, str):
             yield {"cell": cell.name, "implementation": name, "config": str(config), "error": result}
         else:
-            if name not in best[cell] or result["us"] < best[cell][name]["us"]:
-                best[cell][name] = result
+            if name not in of or result["us"] < of[name]["us"]:
+                of[name] = result
             if config is not None and config == KERNELS[name].default(cell.spec, current_device()):
                 defaults[cell][name] = result["us"]
         if not left[cell]:
             for name, us in defaults[cell].items():
-                best[cell][name]["default_us"] = us
-            yield {"cell": cell.name, **dataclasses.asdict(cell), **best[cell]}
+                of[name]["default_us"] = us
+            yield {"cell": cell.name, **dataclasses.asdict(cell), **of}
 
 
 KEYS = ("device", "kernel", "K", "N", "length")  # what no two rows of tuned.json have in common
@@ -161,7 +189,7 @@ KEYS = ("device", "kernel", "K", "N", "length")  # what no two rows of tuned.jso
 
 def tuned_rows(row: dict[str, Any], shared: dict[str, Any]) -> list[dict[str, Any]]:
     """A measured cell as rows of tuned.json: the best configuration of each kernel, whose `length` is M."""
-    if row["group"] != 128 or row["zeros"]:
+    if not Cell(shape=row["shape"], M=row["M"], group=row["group"], zeros=row["zeros"]).is_plain:
         return []
     K, N = SHAPES[row["shape"]]
     return [

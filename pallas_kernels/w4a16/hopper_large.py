@@ -234,13 +234,18 @@ def _fits(spec: W4A16Spec, config: Config, device: Device) -> str | None:
 
 
 def default(spec: W4A16Spec, device: Device) -> Config:
-    """The configuration with the fewest predicted clocks; of those, without clusters and with the fewest loads."""
+    """The first of `ranked`."""
+    return ranked(spec, device)[0]
+
+
+def ranked(spec: W4A16Spec, device: Device) -> list[Config]:
+    """The candidates by predicted clocks, fewest first; of equal ones, without clusters and with the fewest loads."""
 
     def cost(config: Config) -> tuple[float, ...]:
         products, loads, meeting = _clocks(spec, config, device)
         return max(products, loads) + meeting, config.cluster, loads, config.columns
 
-    return min(candidates(spec, device), key=cost)
+    return sorted(candidates(spec, device), key=cost)
 
 
 _BYTES_PER_CLOCK = 26  # that an SM takes in while all do: about 6 TB/s from the L2 cache (an estimate)
