@@ -241,7 +241,7 @@ def default(spec: W4A16Spec, device: Device) -> Config:
 def ranked(spec: W4A16Spec, device: Device) -> list[Config]:
     """The candidates by predicted clocks, fewest first; of equal ones, without clusters and with the fewest loads."""
 
-    def cost(config: Config) -> tuple[float, ...]:
+    def cost(config: Config) -> tuple[float | int, ...]:
         products, loads, meeting = _clocks(spec, config, device)
         return max(products, loads) + meeting, config.cluster, loads, config.columns
 
