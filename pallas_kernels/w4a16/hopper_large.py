@@ -211,7 +211,12 @@ def candidates(spec: W4A16Spec, device: Device) -> list[Config]:
         config = Config(warpgroups=warpgroups, blocks=blocks, tokens=tokens, depth=depth)
         ways = [{"parts": parts} for parts in (1, 2, 4, 8) if tokens % (8 * parts) == 0] + [{"cluster": 2}]
         every += [dataclasses.replace(config, **way) for way in ways]
-    return [config for config in every if _fits(spec, config, device) is None]
+    return [config for config in every if not _crowded(config) and _fits(spec, config, device) is None]
+
+
+def _crowded(config: Config) -> bool:
+    """Whether the sums leave so few registers that ptxas serialises wgmma in longer steps and spills for clusters."""
+    return config.blocks == 4 and config.tokens == 64 and max(config.depth, config.cluster) > 1
 
 
 def _cores(device: Device) -> int:
@@ -237,7 +242,7 @@ def _fits(spec: W4A16Spec, config: Config, device: Device) -> str | None:
 def default(spec: W4A16Spec, device: Device) -> Config:
     """The configuration with the fewest predicted clocks; of those, without clusters and with the fewest loads."""
 
-    def cost(config: Config) -> tuple[float, ...]:
+    def cost(config: Config) -> tuple[float, int, float, int]:
         products, loads, meeting = _clocks(spec, config, device)
         return max(products, loads) + meeting, config.cluster, loads, config.columns
 
