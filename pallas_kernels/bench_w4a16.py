@@ -26,6 +26,7 @@ from pallas_kernels import tuned
 from pallas_kernels.device import current_device
 from pallas_kernels.timing import arguments, chained, each, has_gpu, record, setting
 from pallas_kernels.w4a16 import hopper, hopper_large, reference
+from pallas_kernels.w4a16.api import KERNELS
 from pallas_kernels.w4a16.layout import TILE
 from pallas_kernels.w4a16.spec import W4A16Spec
 
@@ -36,8 +37,7 @@ SHAPES = {
 ROWS = (1, 16, 64, 256, 4096)
 MOST_TRIED = 12  # configurations of hopper_large, the ones predicted to be best
 COLD = 220_000_000  # bytes of weights, four times the L2 cache
-KERNELS: dict[str, Any] = {"hopper": hopper, "hopper_large": hopper_large}
-MOST_BYTES = 8_000_000_000  # of weights in 16 bits, so that several workers' fit into the GPU side by side
+MOST_BYTES = 5_000_000_000  # of weights in 16 bits, so that several workers' fit into the GPU side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def run(job: Job) -> dict[str, Any]:
     spec, device = cell.spec, current_device()
     bytes_of_weights = 2 * spec.K * spec.N if name == "bf16" else spec.weight_bytes()
     copies = max(1, -(-COLD // bytes_of_weights))
-    calls, rounds = (40, 16) if cell.M <= 64 else (12, 8) if cell.M <= 256 else (4, 2)
+    calls, rounds = (40, 8) if cell.M <= 64 else (12, 6) if cell.M <= 256 else (4, 2)
     calls = max(calls, copies)
     if name in ("bf16", "xla"):  # XLA would make one product of two that share a weight
         calls = copies = max(copies, min(calls, MOST_BYTES // (2 * spec.K * spec.N)))

@@ -1,11 +1,13 @@
 """The product of activations and a packed 4-bit weight as arrays: checks, and chooses an implementation."""
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, tuned
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.w4a16 import hopper, hopper_large, reference
@@ -14,33 +16,41 @@ from pallas_kernels.w4a16.partition import partitioned
 from pallas_kernels.w4a16.spec import W4A16Spec, make_spec
 
 
-def _hopper(spec: W4A16Spec, *operands: Any) -> Any:
-    return hopper.matmul(spec, *operands, device=current_device())
+TUNED = Path(__file__).with_name("tuned.json")  # written by pallas_kernels.bench_w4a16
+KERNELS: dict[str, Any] = {"hopper": hopper, "hopper_large": hopper_large}
 
 
-def _hopper_large(spec: W4A16Spec, *operands: Any) -> Any:
-    return hopper_large.matmul(spec, *operands, device=current_device())
+def config_of(name: str, spec: W4A16Spec, device: Device) -> Any:
+    """The configuration of a kernel that was measured to be best for such a weight and the nearest number of rows, if
+    the call can run with it; else the kernel's default, the best by its model of the time."""
+    kernel = KERNELS[name]
+    found = tuned.lookup(TUNED, device, name, {"K": spec.K, "N": spec.N}, spec.M)
+    config = None if found is None else kernel.Config(**found)
+    return config if config in kernel.candidates(spec, device) else kernel.default(spec, device)
+
+
+def _run(name: str, spec: W4A16Spec, *operands: Any) -> Any:
+    device = current_device()
+    return KERNELS[name].matmul(spec, *operands, config=config_of(name, spec, device), device=device)
 
 
 def _fitting(spec: W4A16Spec, *operands: Any) -> Any:
     """By what applies to the sizes that one device has, once vmap and the mesh are known; never an error."""
-    device = current_device()
-    kernel = next((kernel for kernel in (hopper, hopper_large) if kernel.why_not(spec, device) is None), None)
-    return reference.matmul(spec, *operands) if kernel is None else kernel.matmul(spec, *operands, device=device)
+    name = next((name for name in KERNELS if KERNELS[name].why_not(spec, current_device()) is None), None)
+    return reference.matmul(spec, *operands) if name is None else _run(name, spec, *operands)
 
 
-HOPPER = Implementation(
-    name="hopper",
-    why_not=hopper.why_not,
-    forward=differentiable(partitioned(_hopper, most_rows=hopper.MOST_ROWS), exact=reference.matmul),
-    describe=lambda spec, device: str(hopper.default(spec, device)),
-)
-HOPPER_LARGE = Implementation(
-    name="hopper_large",
-    why_not=hopper_large.why_not,
-    forward=differentiable(partitioned(_hopper_large), exact=reference.matmul),
-    describe=lambda spec, device: str(hopper_large.default(spec, device)),
-)
+def _kernel(name: str, **limits: int) -> Implementation:
+    return Implementation(
+        name=name,
+        why_not=KERNELS[name].why_not,
+        forward=differentiable(partitioned(functools.partial(_run, name), **limits), exact=reference.matmul),
+        describe=lambda spec, device: str(config_of(name, spec, device)),
+    )
+
+
+HOPPER = _kernel("hopper", most_rows=hopper.MOST_ROWS)
+HOPPER_LARGE = _kernel("hopper_large")
 XLA = Implementation(
     name="xla", why_not=reference.why_not, forward=differentiable(reference.matmul, exact=reference.matmul)
 )

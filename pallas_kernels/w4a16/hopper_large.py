@@ -210,7 +210,12 @@ def candidates(spec: W4A16Spec, device: Device) -> list[Config]:
         config = Config(warpgroups=warpgroups, blocks=blocks, tokens=tokens, depth=depth)
         ways = [{"parts": parts} for parts in (1, 2, 4, 8) if tokens % (8 * parts) == 0] + [{"cluster": 2}]
         every += [dataclasses.replace(config, **way) for way in ways]
-    return [config for config in every if _fits(spec, config, device) is None]
+    return [config for config in every if not _crowded(config) and _fits(spec, config, device) is None]
+
+
+def _crowded(config: Config) -> bool:
+    """Whether the sums leave so few registers that ptxas serialises wgmma in longer steps and spills for clusters."""
+    return config.blocks == 4 and config.tokens == 64 and max(config.depth, config.cluster) > 1
 
 
 def _cores(device: Device) -> int:
@@ -241,7 +246,7 @@ def default(spec: W4A16Spec, device: Device) -> Config:
 def ranked(spec: W4A16Spec, device: Device) -> list[Config]:
     """The candidates by predicted clocks, fewest first; of equal ones, without clusters and with the fewest loads."""
 
-    def cost(config: Config) -> tuple[float | int, ...]:
+    def cost(config: Config) -> tuple[float, int, float, int]:
         products, loads, meeting = _clocks(spec, config, device)
         return max(products, loads) + meeting, config.cluster, loads, config.columns
 

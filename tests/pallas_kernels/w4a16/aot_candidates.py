@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def candidates() -> list[Candidate]:
-    found = [of_default(shape, M) for shape, M in itertools.product(SHAPES, (1, 16, 32, 64, 256, 4096))]
+    found = [of_default(shape, M) for shape, M in itertools.product(SHAPES, (1, 16, 32, 48, 64, 256, 4096))]
     found += [of_default("8b_gate_up", M, kind) for kind, M in itertools.product(KINDS, (16, 64))]
     for shape, M in itertools.product(("8b_gate_up", "8b_down"), (16, 64, 256)):
         implementation, spec = serving(shape, M)

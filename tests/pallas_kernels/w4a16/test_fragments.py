@@ -34,10 +34,12 @@ def test_products(rows, tokens, group, depth, zeros, dtypes, blocks):
     zero = RNG.integers(0, 17, (blocks, step.scale_rows, rows), dtype=np.uint8) if zeros else [None] * blocks
     acc = RNG.integers(-9, 9, (blocks, 64, tokens)).astype(np.float32)
     memory = lanes.Memory()
-    refs = [[memory.place(one) for one in every] for every in (words, scales, zero if zeros else [])]
+    words_refs, scales_refs = ([memory.place(one) for one in every] for every in (words, scales))
+    zeros_refs = [memory.place(one) for one in zero] if zeros else None
     x_ref = memory.place(x, swizzle=True)
     with lanes.warpgroup(memory):
-        out = mosaic_int4.multiply_add(step, [lanes.fragment(one) for one in acc], *refs[:2], refs[2] or None, x_ref)
+        accs = [lanes.fragment(one) for one in acc]
+        out = mosaic_int4.multiply_add(step, accs, words_refs, scales_refs, zeros_refs, x_ref)
     for n in range(blocks):
         plain = mosaic_int4._plain_multiply(step, acc[n], words[n], jnp.asarray(scales[n]), zero[n], jnp.asarray(x))
         np.testing.assert_array_equal(lanes.array(out[n], np.float32), plain)

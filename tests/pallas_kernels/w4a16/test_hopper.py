@@ -120,7 +120,7 @@ MANY_CONFIGS = [
     Many(tokens=64, stages=3),
     Many(blocks=2, tokens=128),
     Many(tokens=256),
-    Many(blocks=4, tokens=64, depth=2),
+    Many(blocks=4, tokens=64),
     Many(tokens=192),
     Many(blocks=4, tokens=32, depth=2, stages=3),
     Many(warpgroups=4, tokens=64, depth=2),
