@@ -15,7 +15,6 @@ from pallas_kernels.w4a16.derivative import differentiable
 from pallas_kernels.w4a16.partition import partitioned
 from pallas_kernels.w4a16.spec import W4A16Spec, make_spec
 
-
 TUNED = Path(__file__).with_name("tuned.json")  # written by pallas_kernels.bench_w4a16
 KERNELS: dict[str, Any] = {"hopper": hopper, "hopper_large": hopper_large}
 
