@@ -83,6 +83,7 @@ GEMM = Format(
     read_grid=_read_gemm_grid,
     write=_write_gemm,
     faults=_faults,
+    scales_written_as="float16",
 )
 
 

@@ -70,9 +70,6 @@ V1 = _version("gptq", 1)
 V2 = _version("gptq_v2", 0)
 
 
-def version_of_zeros(qzeros: list[Int32[np.ndarray, "groups words"]]) -> str | None:
-    """Which version a symmetric checkpoint's zero points are of; None where they are those of neither."""
-    for name, word in SYMMETRIC_WORDS.items():
-        if all((words == word).all() for words in qzeros):
-            return name
-    return None
+def version_of_zeros(qzeros: Int32[np.ndarray, "groups words"]) -> str | None:
+    """Which version these zero points are of, where all are 8; None where they are 8 in neither."""
+    return next((name for name, word in SYMMETRIC_WORDS.items() if (qzeros == word).all()), None)

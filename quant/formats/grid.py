@@ -136,6 +136,7 @@ class Format:
     columns an entry of it holds. layout: the tensors that a spec asks for. read_codes, read_grid: W's codes, and their
     grid from the other tensors. write: all tensors; None where a format is only read. faults: what a grid has that the
     format cannot hold, as clauses that name how much of it and where first; empty where it holds it exactly.
+    scales_written_as: their dtype in a file; None: their own.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Format:
     read_grid: Callable[[Tensors, LinearSpec], Grid]
     write: Callable[[UInt8[np.ndarray, "k n"], Grid, LinearSpec], dict[str, np.ndarray]] | None = None
     faults: Callable[[Grid], list[str]] = lambda grid: []
+    scales_written_as: str | None = None
 
 
 def where(condition: Bool[np.ndarray, "groups n"], what: str) -> list[str]:

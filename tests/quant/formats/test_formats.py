@@ -270,5 +270,5 @@ def test_a_shape_that_is_another():
 
 def test_the_version_of_symmetric_zeros():
     seven, eight = (np.array([[v] * 3], np.int32) for v in gptq.SYMMETRIC_WORDS.values())
-    assert gptq.version_of_zeros([seven, seven]) == "gptq" and gptq.version_of_zeros([eight]) == "gptq_v2"
-    assert gptq.version_of_zeros([seven, eight]) is None
+    assert gptq.version_of_zeros(seven) == "gptq" and gptq.version_of_zeros(eight) == "gptq_v2"
+    assert gptq.version_of_zeros(np.concatenate([seven, eight])) is None
