@@ -16,7 +16,7 @@ from jaxflash.hf import names, place
 from jaxflash.hf.config import to_model_config
 from jaxflash.hf.documents import MAX_CONFIG_BYTES, read_object
 from jaxflash.hf.fp8 import dequantised
-from jaxflash.hf.linears import StackFacts, StoredLinear, survey, take_linears
+from jaxflash.hf.linears import StoredLinear, survey, take_linears
 from jaxflash.hf.place import OnTensor
 from jaxflash.hf.place_packed import abstract_stack, put_stack
 from jaxflash.hf.safetensors import open_folder
@@ -110,7 +110,7 @@ def load_params(
     config = config if param_dtype is None else dataclasses.replace(config, param_dtype=param_dtype)
     for check in checkpoint.checks:
         check()
-    linears, stacks = _surveyed(checkpoint)
+    linears, stacks = ({}, {}) if checkpoint.scheme is None else survey(checkpoint.linears, checkpoint.scheme)
     shapes, shardings = place.layout(
         config, mesh, {path: abstract_stack(facts, config.n_layers) for path, facts in stacks.items()}
     )
@@ -123,16 +123,6 @@ def load_params(
         parent = functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], params)
         parent[path[-1]] = put_stack(layers, facts, place.at(shardings, path), on_tensor)
     return config, params
-
-
-def _surveyed(
-    checkpoint: Checkpoint,
-) -> tuple[Mapping[str, StoredLinear], Mapping[tuple[str, ...], StackFacts]]:
-    return (
-        ({}, {})
-        if not checkpoint.linears or checkpoint.scheme is None
-        else survey(checkpoint.linears, checkpoint.scheme)
-    )
 
 
 def _check_second_head(table: StoredTensor, head: StoredTensor) -> None:
