@@ -184,6 +184,7 @@ def test_a_head_of_its_own_and_biases(tmp_path):
     assert same(load(tmp_path / "x").params, params)
 
 
+@slow
 def test_layers_that_differ_share_a_stack(tmp_path):
     """Zero points in one layer only, rows in order in the other: all are kept as they are."""
     (model, _), (other, _) = packed("symmetric"), packed("ordered")

@@ -260,6 +260,7 @@ def test_formats_are_for_models(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "packed"]
 
 
+@pytest.mark.slow
 def test_a_ragged_last_group_where_a_format_has_one(tmp_path):
     config = dataclasses.replace(CONFIG, d_ff=80)  # 80 rows: groups of 32, 32 and 16
     rng = np.random.default_rng(4)

@@ -194,13 +194,13 @@ STARTS = (GPTQ, AWQ, DEEPSEEK, tensors_of(), tensors_of(BLOCKS, format="float-qu
 KEYS = sorted({*GPTQ, *AWQ, *DEEPSEEK, *tensors_of(), "dynamic", "modules_in_block_to_quantize", "sparsity_config"})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(STARTS), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
 def test_any_change_is_a_scheme_or_told(start, changes):
     check({**start, **changes})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(WEIGHTS)), VALUES, max_size=2), VALUES)
 def test_any_group_is_a_scheme_or_told(changes, targets):
     check(tensors_of(WEIGHTS | changes, group={"targets": targets}))
