@@ -146,7 +146,7 @@ def test_what_is_no_weight_is_refused(weight):
         round_to_nearest(weight, Recipe())
 
 
-@pytest.mark.parametrize("fields", [{"bits": 3}, {"group": 16}, {"group": 0}, {"scale_dtype": "float32"}])
+@pytest.mark.parametrize("fields", [{"bits": 5}, {"group": 16}, {"group": 0}, {"scale_dtype": "float32"}])
 def test_recipes_that_nothing_serves_are_refused(fields):
     with pytest.raises(ValueError, match=f"^Recipe: {next(iter(fields))}="):
         Recipe(**fields)

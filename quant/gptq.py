@@ -1,0 +1,235 @@
+"""GPTQ: the codes that change a layer's outputs least, never worse than the nearest ones (2210.17323)."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
+
+from quant import grid
+from quant.feedback import cholesky, normalised, round_rows
+from quant.grid import Codes
+from quant.observe import Statistics
+from quant.recipe import Recipe
+from quant.report import Report, column_objectives
+from quant.rtn import check_clip
+from quant.tensor import Int4Tensor, check_storable
+
+_OP = "gptq"
+ORDERS = ("none", "static", "activation")
+
+
+def gptq(
+    weight: ArrayLike,
+    statistics: Statistics,
+    recipe: Recipe,
+    *,
+    order: str = "static",
+    block: int = 128,
+    damping: float = 0.01,
+    clip: ArrayLike | None = None,
+) -> tuple[Int4Tensor, Report]:
+    """The weight in codes that change the layer's outputs least, found row by row with feedback of errors.
+
+        min tr(dW^T H dW),   dW = W - Q,   H = statistics.gram
+
+    A column that feedback made worse than rounding to nearest keeps its nearest codes, so the result never is worse.
+    Inputs that were always 0 are rounded to nearest. One compilation for a shape, its time independent of K; `jax.vmap`
+    runs equal layers or experts side by side; the gram may be sharded.
+
+    Args:
+      weight: floating (K, N).
+      statistics: `observe` of the layer's inputs.
+      recipe: group, symmetry, scales. bits must be 4; `gptq_codes` takes others.
+      order: the order in which rows are rounded. "none": as they are, each group's scales from the weights as corrected
+        when it is reached. "static": largest diagonal of H first, groups and scales those of the original weight.
+        "activation": that order, groups formed and scaled in it, which leaves a `permutation` (GPTQ's g_idx).
+      block: rows in a slab, rounded up to whole groups where scales are refitted. Changes speed only.
+      damping: share of the mean diagonal of H that is added to it, at least; 10 times more until a Cholesky factor
+        exists.
+      clip: limits of |w| (groups, N), as of `quant.awq.awq_clip`. Not with "activation", which has other groups.
+
+    Returns:
+      (the weight packed, a Report of scalars).
+
+    Raises:
+      ValueError: arguments that do not go together; outside of jit also weights or statistics that are not finite, and
+        scales that `scale_dtype` cannot hold.
+    """
+    recipe.check_stored(_OP)
+    codes, report = gptq_codes(weight, statistics, recipe, order=order, block=block, damping=damping, clip=clip)
+    return codes.pack(), report
+
+
+def gptq_codes(
+    weight: ArrayLike,
+    statistics: Statistics,
+    recipe: Recipe,
+    *,
+    order: str = "static",
+    block: int = 128,
+    damping: float = 0.01,
+    clip: ArrayLike | None = None,
+) -> tuple[Codes, Report]:
+    """`gptq` for 2, 3, 4 and 8 bits, as codes that are not packed: `dequantize()` gives the weight they stand for."""
+    weight, clip = jnp.asarray(weight), None if clip is None else jnp.asarray(clip)
+    if weight.ndim != 2 or 0 in weight.shape or not jnp.issubdtype(weight.dtype, jnp.floating):
+        raise ValueError(
+            f"{_OP}: got a weight of shape {weight.shape} and dtype {weight.dtype} - must be floating (K, N). Use "
+            "jax.vmap for stacked ones."
+        )
+    K = weight.shape[0]
+    if statistics.gram.shape != (K, K):
+        raise ValueError(
+            f"{_OP}: got a gram of shape {statistics.gram.shape} for a weight of shape {weight.shape} - must be "
+            f"{(K, K)}. Observe the inputs of this layer."
+        )
+    if order not in ORDERS:
+        raise ValueError(f"{_OP}: order={order!r} - must be one of {', '.join(ORDERS)}.")
+    if block < 1:
+        raise ValueError(f"{_OP}: block={block} - a slab has at least one row. The default is 128.")
+    if not isinstance(damping, Tracer) and not 0 <= damping < float("inf"):
+        raise ValueError(f"{_OP}: damping={damping} - must be finite and not negative. The paper's is 0.01.")
+    check_clip(_OP, clip, weight.shape, recipe)
+    if clip is not None and order == "activation" and recipe.group_rows(K) < K:
+        raise ValueError(f'{_OP}: clip with order="activation" - its groups are not those of clip. Use "static".')
+    for name, values in (("the weight", weight), ("the gram", statistics.gram)):
+        if not isinstance(values, Tracer) and not bool(jnp.isfinite(values).all()):
+            raise ValueError(f"{_OP}: {name} has NaN or infinite entries - no code is near. Find where they come from.")
+    codes, report, scales = _quantise(weight, statistics, clip, damping, recipe=recipe, order=order, block=block)
+    check_storable(scales, recipe.scale_dtype, _OP)
+    return codes, report
+
+
+class _Solution(NamedTuple):
+    """Codes by feedback, and figures of the system that was solved, in units of `mean`."""
+
+    codes: Codes
+    mean: Array
+    damping: Array
+    condition: Array
+    squares: Array  # sum e^2
+    damped: Array  # tr(dW^T (what was added to H) dW)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "order", "block"))
+def _quantise(
+    weight: Float[Array, "k n"],
+    statistics: Statistics,
+    clip: Float[Array, "groups n"] | None,
+    damping: Any,
+    *,
+    recipe: Recipe,
+    order: str,
+    block: int,
+) -> tuple[Codes, Report, Float[Array, "groups n"]]:
+    """(codes, report, the scales of the nearest codes before they were stored)."""
+    dtype = jnp.result_type(weight.dtype, statistics.gram.dtype, jnp.float32)
+    weight, gram = weight.astype(dtype), statistics.gram.astype(dtype)
+    clip = None if clip is None else clip.astype(dtype)
+    solved = _solve(weight, gram, clip, jnp.asarray(damping, dtype), recipe=recipe, order=order, block=block)
+
+    def costs(candidate: Codes) -> Float[Array, " n"]:
+        return column_objectives((weight - candidate.dequantize().astype(dtype)) / jnp.sqrt(solved.mean), gram)
+
+    codes, cost = solved.codes, costs(solved.codes)
+    total = cost.sum() + solved.damped
+    residual = jnp.abs(solved.squares - total) / jnp.where(total == 0, 1, total)
+    plain, exact = grid.nearest(weight, recipe)
+    plain_cost = costs(plain)
+    # Columns are independent but for the groups' rows, which they share.
+    here, here_cost = plain, plain_cost
+    if codes.order is not None:
+        here, _ = grid.nearest(weight, recipe, order=codes.order)
+        here_cost = costs(here)
+    kept = cost <= here_cost  # false for NaN, which feedback that overflowed leaves
+    codes, cost = _where(kept, codes, here), jnp.where(kept, cost, here_cost)
+    if codes.order is not None:
+        better = cost.sum() <= plain_cost.sum()
+        plain = dataclasses.replace(plain, order=jnp.arange(len(weight), dtype=jnp.int32))
+        codes, cost, kept = _where(better, codes, plain), jnp.where(better, cost, plain_cost), kept & better
+    report = Report(
+        objective=cost.sum() * solved.mean,
+        rtn=plain_cost.sum() * solved.mean,
+        fallback=(~kept).sum(),
+        clipped=codes.clipped(weight),
+        tokens=statistics.count,
+        damping=solved.damping,
+        condition=solved.condition,
+        residual=jnp.where(jnp.isfinite(solved.damping), residual, jnp.nan),
+    )
+    return codes, report, exact
+
+
+def _solve(
+    weight: Float[Array, "k n"],
+    gram: Float[Array, "k k"],
+    clip: Float[Array, "groups n"] | None,
+    damping: Float[Array, ""],
+    *,
+    recipe: Recipe,
+    order: str,
+    block: int,
+) -> _Solution:
+    K, N = weight.shape
+    group, groups = recipe.group_rows(K), -(-K // recipe.group_rows(K))
+    refit = order != "static" and groups > 1  # a single group is fitted before there is anything to correct
+    slab = group * -(-min(block, K) // group) if refit else min(block, K)
+    size = slab * -(-K // slab)
+
+    # The last slab is filled with inputs that were always 0, which come last in every order.
+    hessian, mean, dead = normalised(jnp.pad(gram, (0, size - K)))
+    sequence = jnp.arange(size)
+    if order != "none":
+        sequence = jnp.argsort(jnp.where(dead, 0, -jnp.diagonal(hessian)), stable=True)
+        hessian, dead = hessian[sequence[:, None], sequence[None, :]], dead[sequence]
+    factor, damping = cholesky(hessian, damping)
+    pivots = jnp.diagonal(factor)
+    fitted = None
+    if not refit:
+        importance = jnp.zeros((size, 1), weight.dtype).at[sequence].set(pivots[:, None] ** 2)[:K]
+        fitted = grid.fit(grid.grouped(weight, group), recipe, clip, grid.grouped(importance, group)[..., 0])[:2]
+    elif clip is not None:
+        clip = jnp.pad(clip, ((0, size // group - groups), (0, 0)))
+    codes, (scales, zeros), delta, squares = round_rows(
+        jnp.pad(weight, ((0, size - K), (0, 0)))[sequence],
+        factor,
+        recipe,
+        slab=slab,
+        group=group,
+        fitted=fitted,
+        index=jnp.minimum(sequence // group, groups - 1),
+        clip=clip if refit else None,
+    )
+    permuted = order == "activation" and refit
+    codes = codes[:K] if permuted else codes[jnp.argsort(sequence)[:K]]
+    live = jnp.isfinite(damping) & ~dead
+    largest = jnp.where(live, jnp.diagonal(hessian) + damping, 0).max()  # no eigenvalue bound is closer for free
+    smallest = jnp.where(live, pivots**2, jnp.inf).min()
+    return _Solution(
+        codes=grid.make_codes(codes, scales[:groups], zeros[:groups], recipe, sequence[:K] if permuted else None),
+        mean=mean,
+        damping=damping,
+        condition=jnp.where(live.any(), largest / smallest, jnp.nan),
+        squares=squares,
+        damped=((damping + dead)[:, None] * delta**2).sum(),
+    )
+
+
+def _where(condition: Bool[Array, "*n"], a: Codes, b: Codes) -> Codes:
+    """Of every column, or of all, a or b."""
+
+    def pick(x: Array | None, y: Array | None) -> Array | None:
+        return None if x is None or y is None else jnp.where(condition, x, y)
+
+    order = pick(a.order, b.order) if condition.ndim == 0 else a.order
+    by_column = jax.tree.map(
+        lambda x, y: jnp.where(jnp.broadcast_to(condition, x.shape), x, y),
+        (a.codes, a.scales, a.zeros),
+        (b.codes, b.scales, b.zeros),
+    )
+    return dataclasses.replace(a, **dict(zip(("codes", "scales", "zeros"), by_column, strict=True)), order=order)
