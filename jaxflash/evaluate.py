@@ -9,7 +9,7 @@ With a stride of the whole context every window stands alone, and its first toke
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ class Perplexity:
 
 def evaluate(
     model: LanguageModel | str | Path,
-    data: str | Sequence[str] | Integer[np.ndarray, " n"],
+    data: str | Iterable[str] | Integer[np.ndarray, "..."],
     *,
     context: int = 512,
     stride: int | None = None,
@@ -133,7 +133,7 @@ def _check_windows(config: ModelConfig, context: int, stride: int, max_tokens: i
         raise ValueError(f"{_OP}: {batch_size=} - must be at least 1.")
 
 
-def _check_tokens(config: ModelConfig, tokens: np.ndarray) -> None:
+def _check_tokens(config: ModelConfig, tokens: Integer[np.ndarray, "..."]) -> None:
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(
             f"{_OP}: got tokens of shape {tokens.shape} and dtype {tokens.dtype} - must be integers (n,). "
@@ -176,7 +176,7 @@ def _perplexity(
     wrong = np.flatnonzero(~np.isfinite(nats))
     if wrong.size:
         raise FloatingPointError(
-            f"{_OP}: the loss of window {wrong[0]} is {nats[wrong[0]]} - it must be finite. Look at the model's weights."
+            f"{_OP}: the loss of window {wrong[0]} is {nats[wrong[0]]} - must be finite. Look at the model's weights."
         )
     low, high = bootstrap(nats, counts)
     return Perplexity(
@@ -191,7 +191,9 @@ def _perplexity(
     )
 
 
-def bootstrap(nats: Float64[np.ndarray, " w"], counts: Int64[np.ndarray, " w"], *, seed: int = 0) -> tuple[float, float]:
+def bootstrap(
+    nats: Float64[np.ndarray, " w"], counts: Int64[np.ndarray, " w"], *, seed: int = 0
+) -> tuple[float, float]:
     """The 95 % interval of exp(sum of nats / sum of counts) over windows drawn with repetition; NaN for one window."""
     if len(nats) == 1:
         return math.nan, math.nan

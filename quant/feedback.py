@@ -17,7 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from quant.grid import decode, encode, fit
 from quant.recipe import Recipe
@@ -78,7 +78,7 @@ def round_rows(
     fitted: Grids | None = None,
     index: Int[Array, " k"],
     clip: Float[Array, "groups n"] | None = None,
-) -> tuple[Float[Array, "k n"], Grids, Float[Array, "k n"], Float[Array, ""]]:
+) -> tuple[UInt8[Array, "k n"], Grids, Float[Array, "k n"], Float[Array, ""]]:
     """(codes, grids, D, sum e^2) of rows in the order in which they are rounded, a whole number of slabs of them.
 
     fitted: (scales, zeros) of all groups, of which row i takes that of group index[i]; None: every `group` rows of a
