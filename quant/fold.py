@@ -53,7 +53,7 @@ def fold_permutation(weight: Int4Tensor, producers: Any) -> tuple[Int4Tensor, An
 
 
 def fold_scale(
-    scale: Float[Array, " k"], producers: PyTree, consumers: PyTree, source: Int[Array, " k"] | None = None
+    scale: Float[Array, " k"], producers: PyTree, consumers: PyTree, source: Int[Array | np.ndarray, " k"] | None = None
 ) -> tuple[PyTree, PyTree]:
     """(producers / s, s consumers): before any rounding the model computes what it did.
 

@@ -100,9 +100,22 @@ def gptq_codes(
     for name, values in (("the weight", weight), ("the gram", statistics.gram)):
         if not isinstance(values, Tracer) and not bool(jnp.isfinite(values).all()):
             raise ValueError(f"{_OP}: {name} has NaN or infinite entries - no code is near. Find where they come from.")
-    codes, report, scales = _quantise(weight, statistics, clip, damping, recipe=recipe, order=order, block=block)
-    check_storable(scales, recipe.scale_dtype, _OP)
-    return codes, report
+    check_storable(_nearest_scales(weight, recipe), recipe.scale_dtype, _OP)
+    group, slab = recipe.group_rows(K), min(block, K)
+    if _refits(order, -(-K // group)):
+        slab = group * -(-slab // group)
+    return _quantise(weight, statistics, clip, damping, recipe=recipe, order=order, slab=slab)
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _nearest_scales(weight: Float[Array, "k n"], recipe: Recipe) -> Float[Array, "groups n"]:
+    """What rounding to nearest has to store, and in the worst case so does every method."""
+    return grid.nearest(weight, recipe)[1]
+
+
+def _refits(order: str, groups: int) -> bool:
+    """Whether groups are fitted as they are reached; a single one is before there is anything to correct."""
+    return order != "static" and groups > 1
 
 
 class _Solution(NamedTuple):
@@ -116,7 +129,7 @@ class _Solution(NamedTuple):
     damped: Array  # tr(dW^T (what was added to H) dW)
 
 
-@functools.partial(jax.jit, static_argnames=("recipe", "order", "block"))
+@functools.partial(jax.jit, static_argnames=("recipe", "order", "slab"))
 def _quantise(
     weight: Float[Array, "k n"],
     statistics: Statistics,
@@ -125,13 +138,12 @@ def _quantise(
     *,
     recipe: Recipe,
     order: str,
-    block: int,
-) -> tuple[Codes, Report, Float[Array, "groups n"]]:
-    """(codes, report, the scales of the nearest codes before they were stored)."""
+    slab: int,
+) -> tuple[Codes, Report]:
     dtype = jnp.result_type(weight.dtype, statistics.gram.dtype, jnp.float32)
     weight, gram = weight.astype(dtype), statistics.gram.astype(dtype)
     clip = None if clip is None else clip.astype(dtype)
-    solved = _solve(weight, gram, clip, jnp.asarray(damping, dtype), recipe=recipe, order=order, block=block)
+    solved = _solve(weight, gram, clip, jnp.asarray(damping, dtype), recipe=recipe, order=order, slab=slab)
 
     def costs(candidate: Codes) -> Float[Array, " n"]:
         return column_objectives((weight - candidate.dequantize().astype(dtype)) / jnp.sqrt(solved.mean), gram)
@@ -139,17 +151,18 @@ def _quantise(
     codes, cost = solved.codes, costs(solved.codes)
     total = cost.sum() + solved.damped
     residual = jnp.abs(solved.squares - total) / jnp.where(total == 0, 1, total)
-    plain, exact = grid.nearest(weight, recipe)
+    plain, _ = grid.nearest(weight, recipe)
     plain_cost = costs(plain)
     # Columns are independent but for the groups' rows, which they share.
     here, here_cost = plain, plain_cost
     if codes.order is not None:
         here, _ = grid.nearest(weight, recipe, order=codes.order)
         here_cost = costs(here)
-    kept = cost <= here_cost  # false for NaN, which feedback that overflowed leaves
+    solvable = jnp.isfinite(solved.damping)
+    kept = solvable & (cost <= here_cost)  # false for NaN, which feedback that overflowed leaves
     codes, cost = _where(kept, codes, here), jnp.where(kept, cost, here_cost)
     if codes.order is not None:
-        better = cost.sum() <= plain_cost.sum()
+        better = solvable & (cost.sum() <= plain_cost.sum())
         plain = dataclasses.replace(plain, order=jnp.arange(len(weight), dtype=jnp.int32))
         codes, cost, kept = _where(better, codes, plain), jnp.where(better, cost, plain_cost), kept & better
     report = Report(
@@ -160,9 +173,9 @@ def _quantise(
         tokens=statistics.count,
         damping=solved.damping,
         condition=solved.condition,
-        residual=jnp.where(jnp.isfinite(solved.damping), residual, jnp.nan),
+        residual=jnp.where(solvable, residual, jnp.nan),
     )
-    return codes, report, exact
+    return codes, report
 
 
 def _solve(
@@ -173,13 +186,12 @@ def _solve(
     *,
     recipe: Recipe,
     order: str,
-    block: int,
+    slab: int,
 ) -> _Solution:
     K, N = weight.shape
     group, groups = recipe.group_rows(K), -(-K // recipe.group_rows(K))
-    refit = order != "static" and groups > 1  # a single group is fitted before there is anything to correct
-    slab = group * -(-min(block, K) // group) if refit else min(block, K)
     size = slab * -(-K // slab)
+    refit = _refits(order, groups)
 
     # The last slab is filled with inputs that were always 0, which come last in every order.
     hessian, mean, dead = normalised(jnp.pad(gram, (0, size - K)))
@@ -208,7 +220,7 @@ def _solve(
     permuted = order == "activation" and refit
     codes = codes[:K] if permuted else codes[jnp.argsort(sequence)[:K]]
     live = jnp.isfinite(damping) & ~dead
-    largest = jnp.where(live, jnp.diagonal(hessian) + damping, 0).max()  # no eigenvalue bound is closer for free
+    largest = jnp.where(live, jnp.diagonal(hessian) + damping, 0).max()
     smallest = jnp.where(live, pivots**2, jnp.inf).min()
     return _Solution(
         codes=grid.make_codes(codes, scales[:groups], zeros[:groups], recipe, sequence[:K] if permuted else None),
@@ -221,15 +233,11 @@ def _solve(
 
 
 def _where(condition: Bool[Array, "*n"], a: Codes, b: Codes) -> Codes:
-    """Of every column, or of all, a or b."""
+    """Of every column, or of all, a or b; columns have one order of rows."""
 
-    def pick(x: Array | None, y: Array | None) -> Array | None:
-        return None if x is None or y is None else jnp.where(condition, x, y)
+    def pick(x: Array, y: Array) -> Array:
+        return jnp.where(jnp.broadcast_to(condition, x.shape), x, y)
 
-    order = pick(a.order, b.order) if condition.ndim == 0 else a.order
-    by_column = jax.tree.map(
-        lambda x, y: jnp.where(jnp.broadcast_to(condition, x.shape), x, y),
-        (a.codes, a.scales, a.zeros),
-        (b.codes, b.scales, b.zeros),
-    )
-    return dataclasses.replace(a, **dict(zip(("codes", "scales", "zeros"), by_column, strict=True)), order=order)
+    arrays = jax.tree.map(pick, (a.codes, a.scales, a.zeros), (b.codes, b.scales, b.zeros))
+    order = a.order if condition.ndim else jax.tree.map(pick, a.order, b.order)
+    return dataclasses.replace(a, **dict(zip(("codes", "scales", "zeros"), arrays, strict=True)), order=order)

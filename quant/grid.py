@@ -49,7 +49,7 @@ class Codes:
         return values if self.order is None else jnp.zeros_like(values).at[self.order].set(values)
 
     def clipped(self, weight: Float[Array, "k n"]) -> Float[Array, ""]:
-        """The share of these weights that lie beyond their grid, by more than half a step and the rounding of scales."""
+        """The share of these weights beyond their grid, by more than half a step and the rounding of scales."""
         scale, zero = self._grids()
         last = 2**self.bits - 1
         margin = 0.5 + last * float(jnp.finfo(self.scales.dtype).eps)

@@ -28,7 +28,21 @@ def product(x, w, precision=None) -> np.ndarray:
     return y.astype(precision)
 
 
-def rounded(w, group, *, symmetric, scale_dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def grid(part, *, symmetric, scale_dtype, bits=4):
+    """(scale as it is stored, zero) of one group of one column."""
+    last, middle = 2**bits - 1, 2 ** (bits - 1)
+    low, high = min(part.min(), 0.0), max(part.max(), 0.0)
+    scale = 2 * max(high, -low) / last if symmetric else (high - low) / last
+    stored = np.array(scale if scale > 0 else 1.0).astype(scale_dtype)[()]
+    return stored, middle if symmetric else np.clip(np.rint(-low / float(stored)), 0, last)
+
+
+def code(values, scale, zero, bits=4) -> np.ndarray:
+    """The nearest code of a grid, whole numbers in float64."""
+    return np.clip(np.rint(values / np.asarray(scale, np.float64)) + zero, 0, 2**bits - 1)
+
+
+def rounded(w, group, *, symmetric, scale_dtype, bits=4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(codes, scales, zeros) of the code nearest to every weight, one group of one column at a time."""
     w = np.asarray(w, np.float64)
     K, N = w.shape
@@ -39,11 +53,48 @@ def rounded(w, group, *, symmetric, scale_dtype) -> tuple[np.ndarray, np.ndarray
     for r in range(groups):
         rows = slice(r * group, (r + 1) * group)
         for n in range(N):
-            part = w[rows, n]
-            low, high = min(part.min(), 0.0), max(part.max(), 0.0)
-            scale = 2 * max(high, -low) / 15 if symmetric else (high - low) / 15
-            scales[r, n] = scale if scale > 0 else 1.0
-            step = float(scales[r, n])
-            zeros[r, n] = 8 if symmetric else np.clip(np.rint(-low / step), 0, 15)
-            codes[rows, n] = np.clip(np.rint(part / step) + zeros[r, n], 0, 15)
+            scales[r, n], zeros[r, n] = grid(w[rows, n], symmetric=symmetric, scale_dtype=scale_dtype, bits=bits)
+            codes[rows, n] = code(w[rows, n], scales[r, n], zeros[r, n], bits)
     return codes, scales, zeros
+
+
+def gptq(w, gram, group, *, symmetric, scale_dtype, damping, order, bits=4):
+    """(codes, scales, zeros, group of every row, Q, sum e^2, damped H) by Optimal Brain Quantization in a fixed order.
+
+    Row j is rounded to q; the others move by -(w_j - q) / P_jj * P[:, j], and the row is eliminated from the inverse
+    P of H by one step of Gauss (2208.11580, equations 1 to 3). No factorisation, no blocks.
+    """
+    w, gram = np.array(w, np.float64), np.asarray(gram, np.float64)
+    K, N = w.shape
+    group = K if group is None else group
+    diagonal = np.diag(gram)
+    dead = diagonal == 0
+    hessian = gram + np.diag(dead * diagonal[~dead].mean()) + damping * diagonal[~dead].mean() * np.eye(K)
+    sequence = np.arange(K) if order == "none" else np.argsort(-diagonal, kind="stable")
+    refit = order != "static" and group < K
+    _, scales, zeros = rounded(w, group, symmetric=symmetric, scale_dtype=scale_dtype, bits=bits)
+    g_idx = np.arange(K) // group
+    if order == "activation" and refit:
+        g_idx[sequence] = np.arange(K) // group
+    codes, q, squares = np.zeros((K, N), np.uint8), np.zeros((K, N)), 0.0
+    inverse = np.linalg.inv(hessian)
+    for step, j in enumerate(sequence):
+        r = g_idx[j]
+        if refit and step % group == 0:
+            for n in range(N):
+                part = w[sequence[step : step + group], n]
+                scales[r, n], zeros[r, n] = grid(part, symmetric=symmetric, scale_dtype=scale_dtype, bits=bits)
+        codes[j] = code(w[j], scales[r], zeros[r].astype(float), bits)
+        q[j] = (codes[j] - zeros[r].astype(float)) * scales[r].astype(float)
+        lost = (w[j] - q[j]) / inverse[j, j]
+        squares += (lost**2 * inverse[j, j]).sum()
+        after = sequence[step + 1 :]
+        w[after] -= inverse[after, j][:, None] * lost
+        inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return codes, scales, zeros, g_idx, q, squares, hessian
+
+
+def objective(w, q, gram) -> np.ndarray:
+    """d^T H d of every column of d = w - q, float64."""
+    delta = np.asarray(w, np.float64) - np.asarray(q, np.float64)
+    return np.einsum("kn,kl,ln->n", delta, np.asarray(gram, np.float64), delta, optimize=True)

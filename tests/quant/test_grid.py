@@ -1,0 +1,90 @@
+"""Grids of groups: ranges by least squares against trying them all, and codes in and out of their packed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quant import grid
+from quant.recipe import BITS, Recipe
+from quant.rtn import round_to_nearest
+from tests.quant import oracle
+
+RNG = np.random.default_rng(0)
+# Long tails, which a narrower range pays for.
+WEIGHT = RNG.standard_t(3, (100, 6))
+IMPORTANCE = np.exp(RNG.standard_normal(100))
+
+
+def best(part, importance, recipe):
+    """(scale, zero) of the share of the range with the least error, of 80."""
+    tried = []
+    for i in range(80):
+        low, high = (min(part.min(), 0.0), max(part.max(), 0.0))
+        ends = np.array([low, high]) * (1 - i / 100)
+        scale, zero = oracle.grid(ends, symmetric=recipe.symmetric, scale_dtype=jnp.bfloat16, bits=recipe.bits)
+        value = (oracle.code(part, scale, zero, recipe.bits) - zero) * float(scale)
+        tried.append(((importance * (value - part) ** 2).sum(), float(scale), zero))
+    return min(tried, key=lambda t: t[0])
+
+
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False)])
+def test_mse_finds_the_best_of_all_ranges(bits, symmetric):
+    recipe = Recipe(bits=bits, group=32, symmetric=symmetric, mse=True)
+    with jax.enable_x64(True):
+        rows = grid.grouped(jnp.asarray(WEIGHT), 32)
+        importance = grid.grouped(jnp.asarray(IMPORTANCE)[:, None], 32)[..., 0]
+        scales, zeros, _ = map(np.asarray, grid.fit(rows, recipe, importance=importance))
+        plain = np.asarray(grid.fit(rows, Recipe(bits=bits, group=32, symmetric=symmetric))[0])
+    for g in range(4):
+        part = slice(g * 32, (g + 1) * 32)
+        for n in range(6):
+            _, scale, zero = best(WEIGHT[part, n], IMPORTANCE[part], recipe)
+            assert (scales[g, n], zeros[g, n]) == (scale, zero)
+    assert (scales < 0.95 * plain).any()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_mse_lowers_the_error_of_any_magnitude(symmetric, size):
+    weight = jnp.asarray(WEIGHT * size, jnp.float32)
+    errors = []
+    for mse in (False, True):
+        value = round_to_nearest(weight, Recipe(group=32, symmetric=symmetric, mse=mse)).validate().dequantize()
+        errors.append(((np.asarray(value, float) / size - WEIGHT) ** 2).sum(axis=0))
+    assert (errors[1] <= errors[0] * (1 + 1e-5)).all() and errors[1].sum() < 0.97 * errors[0].sum()
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_every_number_of_bits(bits, symmetric):
+    recipe = Recipe(bits=bits, group=64, symmetric=symmetric)
+    with jax.enable_x64(True):
+        codes, _ = grid.nearest(jnp.asarray(WEIGHT), recipe)
+    want, scales, zeros = oracle.rounded(WEIGHT, 64, symmetric=symmetric, scale_dtype=jnp.bfloat16, bits=bits)
+    np.testing.assert_array_equal(codes.codes, want)
+    value = (want - np.repeat(zeros.astype(float), 64, 0)[:100]) * np.repeat(scales.astype(float), 64, 0)[:100]
+    np.testing.assert_array_equal(codes.dequantize(), value.astype(np.float32))
+    assert codes.clipped(jnp.asarray(WEIGHT, jnp.float32)) == 0
+
+
+def test_packed_codes_come_back():
+    order = jnp.asarray(RNG.permutation(100), jnp.int32)
+    weight = jnp.asarray(WEIGHT, jnp.float32)
+    for recipe in (Recipe(group=32, symmetric=False), Recipe(group=None)):
+        codes, _ = grid.nearest(weight, recipe, order=None if recipe.group is None else order)
+        tensor = codes.pack().validate()
+        again = grid.as_codes(tensor)
+        assert (again.group, again.bits) == (codes.group, 4)
+        jax.tree.map(np.testing.assert_array_equal, again, codes)
+        np.testing.assert_array_equal(codes.dequantize(), tensor.dequantize())
+    assert grid.as_codes(codes) is codes
+
+
+def test_weights_beyond_their_grid_are_counted():
+    weight = jnp.asarray(WEIGHT, jnp.float32)
+    limits = jnp.full((4, 6), 1.0)
+    codes, _ = grid.nearest(weight, Recipe(group=32, symmetric=False), limits)
+    outside = np.mean(np.abs(WEIGHT) > 1 + 0.62 * 2 / 15)
+    np.testing.assert_allclose(codes.clipped(weight), outside, atol=0.01)
+    assert outside > 0.2
