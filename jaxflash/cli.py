@@ -28,14 +28,15 @@ from jaxflash.demo import DemoError, demo, demo_config
 from jaxflash.evaluate import evaluate
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
-from jaxflash.hf.convert import convert
+from jaxflash.hf.convert import TARGETS, convert, written_bytes
+from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
-from jaxflash.hf.save import check_room
 from jaxflash.language_model import LanguageModel, load, save
 from jaxflash.quantize import METHODS, check_method, quantize
 from jaxflash.quantize_report import summary, write_report
 from jaxflash.train import train
 from pallas_kernels.dispatch import Unsupported
+from quant.formats.api import WRITTEN
 from quant.gptq import ORDERS
 from quant.recipe import Recipe
 from sharding.mesh import parse_mesh, use_cpu_devices
@@ -219,6 +220,7 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows of calibration, from all over the text (default 64)")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens a row (default 512)")
     parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default 8)")
+    parser.add_argument("--format", default="compressed-tensors", choices=WRITTEN, help="of the files in --out")
     parser.add_argument("--order", default="static", help=f"of rows in GPTQ: {', '.join(ORDERS)} (default static)")
     _add_fields(parser, Recipe, skip=frozenset())
 
@@ -239,7 +241,7 @@ def _quantize(args: argparse.Namespace) -> None:
     packed = quantize(
         model, recipe, batches, method=args.method, order=args.order, folder=unfinished, on_record=records.append
     )
-    save(packed, out)
+    save(packed, out, format=args.format)
     console = Console(stderr=True)
     if records:
         calibration = {"files": args.calibration, **sizes}
@@ -253,16 +255,18 @@ def _add_convert(commands: Any) -> None:
     parser = _command(commands, "convert", _convert, "Write a model as another kind of checkpoint.")
     parser.add_argument("source", metavar="SRC", help="a run's folder, a Hugging Face folder, a .gguf")
     parser.add_argument("destination", metavar="DST", help="a new folder")
-    parser.add_argument("--to", required=True, metavar="KIND", help="dense (Hugging Face) or orbax (a run's folder)")
-    parser.add_argument("--dtype", choices=(*_DTYPES, "float16"), help="default: what holds the values exactly")
+    kinds = f"{', '.join(TARGETS[:-1])} (Hugging Face folders), or {TARGETS[-1]} (a run's folder)"
+    parser.add_argument("--to", required=True, metavar="KIND", help=kinds)
+    parser.add_argument(
+        "--dtype", choices=(*_DTYPES, "float16"), help="of dense weights; default: what holds the values exactly"
+    )
 
 
 def _convert(args: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     found = inspect(args.source)
-    width = jax.numpy.dtype(args.dtype or found.config.param_dtype).itemsize
-    totals = {"read": sum(kind.nbytes for kind in found.kinds), "write": found.parameters * width}
+    totals = {"read": sum(kind.nbytes for kind in found.kinds), "write": written_bytes(found, args.to, args.dtype)}
     with RichProgress(*columns, console=console) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -275,7 +279,9 @@ def _convert(args: argparse.Namespace) -> None:
             return advance
 
         convert(args.source, args.destination, args.to, dtype=args.dtype, on_read=told("read"), on_write=told("write"))
-    console.print(f"done, in {args.destination}/", highlight=False)
+    compared = sum(kind.count for kind in found.kinds if kind.quantised) if args.to in WRITTEN else 0
+    proof = f": {compared} 4-bit weights, each read back and found the same" if compared else ""
+    console.print(f"done, in {args.destination}/{proof}", highlight=False)
 
 
 def _add_inspect(commands: Any) -> None:

@@ -14,7 +14,7 @@ from jaxflash.gguf.model import open_gguf
 from jaxflash.gguf.tokenizer import gguf_tokenizer
 from jaxflash.hf.load import is_hub_folder, load_params, open_checkpoint
 from jaxflash.hf.place import OnTensor
-from jaxflash.hf.save import FileDType, save_folder
+from jaxflash.hf.save import FileDType, FileFormat, save_folder
 from jaxflash.model import Transformer, abstract, axis_units
 from jaxflash.tokenizer import HFTokenizer, NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
 from sharding import rules
@@ -45,6 +45,9 @@ def load(
 ) -> LanguageModel:
     """Loads a model: a run folder that `train` wrote, a folder from the Hugging Face Hub, or a .gguf file.
 
+    Of the Hub, weights are dense, of 4 bits (GPTQ, AWQ, compressed-tensors), which become Int4Tensors code by code, or
+    FP8, which become the float32 that they stand for.
+
     step: which checkpoint of a run (None: the newest). mesh: where the parameters go by rule, each process reading only
     its slices (None: the first device). param_dtype: None is the run's own or, of other files, the one that holds every
     value as it is: bfloat16 if all weights are, else float32. on_tensor: called with name and bytes of each tensor read
@@ -53,7 +56,7 @@ def load(
     Raises:
       FileNotFoundError: no such folder, file or checkpoint, or a part of it is missing.
       ValueError: a broken or contradictory file, another model's checkpoint, or a mesh that it does not divide over.
-      Unsupported: an architecture, a switch of one, or a GGUF type that is not served.
+      Unsupported: an architecture, a switch of one, a quantisation or a GGUF type that is not served.
     """
     path = Path(path).expanduser()
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
@@ -72,19 +75,27 @@ def save(
     path: str | Path,
     *,
     dtype: FileDType | None = None,
+    format: FileFormat | None = None,
     max_shard_bytes: int = 5_000_000_000,
     on_tensor: OnTensor | None = None,
 ) -> None:
     """Writes `model` as a folder of the Hugging Face Hub, which transformers, vLLM and `load` read.
 
     config.json, model.safetensors or several of at most `max_shard_bytes` with an index, and the tokenizer with its
-    chat template. The folder appears whole or not at all. dtype: of the weights (None: the parameters' own).
+    chat template. The folder appears whole or not at all. dtype: of the dense weights (None: the parameters' own).
+
+    format: how a quantised model's weights are stored: "gptq" (version 1), "gptq_v2", "awq" or "compressed-tensors",
+    each code, scale and zero point as it is (every linear is decoded again and compared), or "dense", as the numbers
+    that they stand for, rounded to dtype. Of a dense model: "dense", or "fp8", in blocks of 128 x 128 with the scale
+    max|w| / 448. None: "compressed-tensors" for a quantised model, "dense" for a dense one.
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.
       OSError: too little free space, found before anything is written; or the first of several processes failed.
-      Unsupported: no published architecture has the configuration's switches, or weights are packed to 4 bits.
-      ValueError: dtype is float16 and a weight is beyond its range.
+      Unsupported: no published architecture has the configuration's switches; or the format cannot hold the weights,
+        with the list of what it cannot hold: groups of several sizes, activation order or scales beyond float16 (awq),
+        zero points of 0 (gptq).
+      ValueError: dtype is float16 and a weight is beyond its range; or a format that is not for such a model.
     """
     save_folder(
         model.config,
@@ -92,6 +103,7 @@ def save(
         model.tokenizer,
         Path(path),
         dtype=dtype,
+        format=format,
         max_shard_bytes=max_shard_bytes,
         on_tensor=on_tensor,
     )

@@ -1,11 +1,11 @@
 """config.json of a Hub folder <-> ModelConfig. An architecture, or a switch of one, that is not served is refused."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxflash.config import ModelConfig, RopeScaling
+from jaxflash.hf.documents import get_flag, get_positive, get_size
 from pallas_kernels.dispatch import Unsupported
 from sharding.names import did_you_mean
 
@@ -52,19 +52,19 @@ def to_model_config(values: Mapping[str, Any]) -> ModelConfig:
     """The ModelConfig that config.json describes; its parameter dtype is the file's matter, and left at the default.
 
     Raises:
-      Unsupported: an architecture or a switch of one that the model does not have, or quantised weights.
+      Unsupported: an architecture or a switch of one that the model does not have.
       ValueError: a missing key, a value of the wrong type, or two that contradict each other.
     """
     model_type, known = _architecture(values)
     _refuse_switches(model_type, values)
-    heads, width = _size(values, "num_attention_heads"), _size(values, "hidden_size")
+    heads, width = get_size(values, "num_attention_heads"), get_size(values, "hidden_size")
     if model_type == "llama" and values.get("num_key_value_heads") is None:
         kv_heads = heads
     else:
-        kv_heads = _size(values, "num_key_value_heads")
+        kv_heads = get_size(values, "num_key_value_heads")
     head_dim = known.head_dim
     if values.get("head_dim") is not None:
-        head_dim = _size(values, "head_dim")
+        head_dim = get_size(values, "head_dim")
     if head_dim is None:
         if width % heads:
             raise ValueError(
@@ -72,23 +72,23 @@ def to_model_config(values: Mapping[str, Any]) -> ModelConfig:
                 f"num_attention_heads={heads}. Add head_dim."
             )
         head_dim = width // heads
-    layers = _size(values, "num_hidden_layers")
+    layers = get_size(values, "num_hidden_layers")
     theta, scaling = _rope(values)
     return ModelConfig(
-        vocab_size=_size(values, "vocab_size"),
+        vocab_size=get_size(values, "vocab_size"),
         d_model=width,
         n_layers=layers,
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=head_dim,
-        d_ff=_size(values, "intermediate_size"),
-        context=_size(values, "max_position_embeddings"),
+        d_ff=get_size(values, "intermediate_size"),
+        context=get_size(values, "max_position_embeddings"),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=_positive(values, "rms_norm_eps", 1e-6),
+        norm_eps=get_positive(values, "rms_norm_eps", 1e-6),
         qkv_bias=known.qkv_bias,
         qk_norm=known.qk_norm,
-        tie_embeddings=_flag(values, "tie_word_embeddings", False),
+        tie_embeddings=get_flag(values, "tie_word_embeddings", False),
         sliding_window=_window(values, known, layers),
     )
 
@@ -168,15 +168,11 @@ def _architecture(values: Mapping[str, Any]) -> tuple[str, Architecture]:
 def _refuse_switches(model_type: str, values: Mapping[str, Any]) -> None:
     """Everything that would change the function and that the model does not have."""
     problems = []
-    quantised = values.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        problems.append(f"quantised weights (quant_method={method!r}); only dense ones are read")
     if values.get("hidden_act") not in (None, "silu", "swish"):
         problems.append(f"hidden_act={values['hidden_act']!r}; the MLP gates with silu")
     for key in ("attention_bias", "mlp_bias"):
         # Qwen2 has its q, k and v biases whatever the file says, and ignores the key.
-        if model_type != "qwen2" and _flag(values, key, False):
+        if model_type != "qwen2" and get_flag(values, key, False):
             problems.append(f"{key}=true; only q, k and v can have a bias, in Qwen2")
     for holder in (values, values.get("rope_parameters"), values.get("rope_scaling")):
         partial = holder.get("partial_rotary_factor") if isinstance(holder, Mapping) else None
@@ -195,8 +191,8 @@ def _window(values: Mapping[str, Any], known: Architecture, layers: int) -> int 
         return None
     window = values.get("sliding_window", known.sliding_window)
     if window is not None:
-        window = _size({"sliding_window": window}, "sliding_window")
-    if known.switches_window and not _flag(values, "use_sliding_window", False):
+        window = get_size({"sliding_window": window}, "sliding_window")
+    if known.switches_window and not get_flag(values, "use_sliding_window", False):
         window = None
     if window is None:
         return None
@@ -205,7 +201,7 @@ def _window(values: Mapping[str, Any], known: Architecture, layers: int) -> int 
         with_window = sum(kind == "sliding_attention" for kind in kinds)
     elif known.switches_window:
         # Qwen's layers below this one see everything.
-        with_window = max(layers - _size(values, "max_window_layers", least=0), 0)
+        with_window = max(layers - get_size(values, "max_window_layers", least=0), 0)
     else:
         with_window = layers
     if with_window == layers:
@@ -219,7 +215,7 @@ def _window(values: Mapping[str, Any], known: Architecture, layers: int) -> int 
 def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from transformers 4's two keys or 5's one; a file may have both."""
     old, new = (_rope_object(values, key) for key in ("rope_scaling", "rope_parameters"))
-    thetas = {_positive(held, "rope_theta") for held in (values, old, new) if held.get("rope_theta") is not None}
+    thetas = {get_positive(held, "rope_theta") for held in (values, old, new) if held.get("rope_theta") is not None}
     if len(thetas) > 1:
         raise ValueError(f"load: config.json has {sorted(thetas)} as rope_theta, here and there. Keep one.")
     theta = thetas.pop() if thetas else 10_000.0
@@ -236,10 +232,10 @@ def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         reason = f"rotary scaling of type {kind!r}; only 'llama3' and none are served"
         raise Unsupported(f"load: {reason}. Use a checkpoint without it.", [("rotary", reason)])
     return theta, RopeScaling(
-        factor=_positive(scaling, "factor"),
-        low_freq_factor=_positive(scaling, "low_freq_factor"),
-        high_freq_factor=_positive(scaling, "high_freq_factor"),
-        original_context=_size(scaling, "original_max_position_embeddings"),
+        factor=get_positive(scaling, "factor"),
+        low_freq_factor=get_positive(scaling, "low_freq_factor"),
+        high_freq_factor=get_positive(scaling, "high_freq_factor"),
+        original_context=get_size(scaling, "original_max_position_embeddings"),
     )
 
 
@@ -271,24 +267,3 @@ def _rope_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_context,
     }
-
-
-def _size(values: Mapping[str, Any], key: str, *, least: int = 1) -> int:
-    value = values.get(key)
-    if type(value) is not int or not least <= value < 1 << 31:
-        raise ValueError(f"load: config.json has {key}={value!r} - must be an integer of at least {least}, below 2^31.")
-    return value
-
-
-def _positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value: Any = default if values.get(key) is None else values[key]
-    if type(value) not in (int, float) or not 0 < value <= 1e30 or not math.isfinite(value):
-        raise ValueError(f"load: config.json has {key}={value!r} - must be a positive number.")
-    return float(value)
-
-
-def _flag(values: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = default if values.get(key) is None else values[key]
-    if type(value) is not bool:
-        raise ValueError(f"load: config.json has {key}={value!r} - must be true or false.")
-    return value

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,18 @@ import orbax.checkpoint as ocp
 
 from jaxflash.config import DType, TrainConfig
 from jaxflash.hf.config import from_model_config
-from jaxflash.hf.inspect import inspect
+from jaxflash.hf.folder import check_room, new_folder, write_json
+from jaxflash.hf.inspect import Inspection, inspect
 from jaxflash.hf.place import OnTensor
-from jaxflash.hf.save import FileDType, check_room, new_folder, token_ids, write_json
+from jaxflash.hf.save import FORMATS, FileDType, FileFormat, token_ids
+from jaxflash.hf.scheme import FP8
 from jaxflash.language_model import LanguageModel, foreign_tokenizer, is_foreign, load, save
 from jaxflash.tokenizer import ByteTokenizer, NoTokenizer
+from quant.formats.api import WRITTEN
+from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
+
+TARGETS: tuple[str, ...] = (*FORMATS, "orbax")
 
 
 def convert(
@@ -26,33 +33,77 @@ def convert(
     on_read: OnTensor | None = None,
     on_write: OnTensor | None = None,
 ) -> None:
-    """Writes the model in `source` (run folder, Hub folder, .gguf) anew: "dense" as a Hub folder, "orbax" as a run's.
+    """Writes the model in `source` (run folder, Hub folder, .gguf) anew, as another kind of checkpoint.
 
-    An "orbax" folder is a run of step 0 without optimizer state: `load` takes it, on any mesh. dtype: of the weights
-    written (None: the one that holds the source's values as they are). on_read, on_write: told of each tensor.
+    to: "dense" for a Hub folder; "gptq", "gptq_v2", "awq" or "compressed-tensors" for one of 4-bit weights, if the
+    source has them: codes, scales and zero points stay what they are, every linear is decoded again and compared, and
+    what the target cannot hold is listed instead; "fp8" of a dense source; "orbax" for a run's folder, of step 0 and
+    without optimizer state, which `load` takes on any mesh. 4-bit weights become the numbers that they stand for where
+    the target is "dense" or "orbax". dtype: of the dense weights written (None: the one that holds the source's values
+    as they are). on_read, on_write: told of each tensor.
 
     Raises:
-      ValueError: an unknown target, or a dtype that it does not have.
-      FileExistsError, OSError, Unsupported: as `load` and `save`, before any weight is read.
+      ValueError: an unknown target, one that is not for such a source, or a dtype that it does not have.
+      FileExistsError, OSError, Unsupported: as `load` and `save`, before any weight is written.
     """
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
-    writers = {"dense": _write_dense, "orbax": _write_orbax}
-    if to not in writers:
-        raise ValueError(f"convert: unknown {to=}. {did_you_mean(to, writers)}")
+    if to not in TARGETS:
+        raise ValueError(f"convert: unknown {to=}. {did_you_mean(to, TARGETS)}")
     if to == "orbax" and dtype == "float16":
         raise ValueError(f"convert: {dtype=} - the parameters of a run are float32 or bfloat16. Choose one of them.")
     if to == "orbax":
         _check_run(source)
     found = inspect(source)
-    if dtype is None and to == "dense" and all(kind.precisions == ("F16",) for kind in found.kinds):
-        dtype = "float16"  # loaded as float32, which holds it; here the file's own type is at hand
-    written = dtype or found.config.param_dtype
-    check_room(destination, found.parameters * jnp.dtype(written).itemsize)
-    if to == "dense":
-        from_model_config(found.config, written, {})
-    param_dtype: DType | None = None if dtype is None or dtype == "float16" else dtype
+    _check_target(to, found)
+    dtype = _written_dtype(to, dtype, found)
+    check_room(destination, written_bytes(found, to, dtype))
+    if to != "orbax":
+        from_model_config(found.config, dtype, {})
+    param_dtype: DType | None = None if dtype == "float16" or found.products else dtype
     model = load(source, param_dtype=param_dtype, on_tensor=on_read)
-    writers[to](model, destination, dtype, on_write)
+    if to == "orbax":
+        _write_orbax(_dense(model, "bfloat16" if dtype == "bfloat16" else "float32"), destination, on_write)
+    else:
+        save(model, destination, dtype=dtype, format=cast(FileFormat, to), on_tensor=on_write)
+
+
+def written_bytes(found: Inspection, to: str, dtype: FileDType | None = None) -> int:
+    """How much `convert` writes, about: zero points and groups of rows that one format stores and another does not
+    apart, for which `save` looks again."""
+    if to in WRITTEN:
+        return sum(kind.nbytes for kind in found.kinds)
+    return found.parameters if to == FP8 else found.parameters * jnp.dtype(_written_dtype(to, dtype, found)).itemsize
+
+
+def _check_target(to: str, found: Inspection) -> None:
+    if to in WRITTEN and not found.products:
+        raise ValueError(
+            f"convert: {to=} - the source has no 4-bit weights, and nothing is quantised here. Use quantize."
+        )
+    if to == FP8 and found.products:
+        raise ValueError(f"convert: {to=} - the source is in 4 bits already. Start from dense weights.")
+
+
+def _written_dtype(to: str, dtype: FileDType | None, found: Inspection) -> FileDType:
+    """The asked dtype, or the one that holds all that will be dense as it is."""
+    if dtype is not None:
+        return dtype
+    if found.products and to not in WRITTEN:
+        return "float32"  # a code times a 16-bit scale
+    kept = [kind for kind in found.kinds if not (kind.quantised and to in WRITTEN)]
+    if to != "orbax" and all(kind.precisions == ("F16",) for kind in kept):
+        return "float16"  # loaded as float32, which holds it; here the files' own type is at hand
+    return found.config.param_dtype
+
+
+def _dense(model: LanguageModel, dtype: DType) -> LanguageModel:
+    """The model with 4-bit weights as the numbers that they stand for; a dense one is itself."""
+
+    def one(leaf: Any) -> Any:
+        return jax.vmap(lambda t: t.dequantize(dtype))(leaf) if isinstance(leaf, Int4Tensor) else leaf.astype(dtype)
+
+    params = jax.tree.map(one, model.params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, param_dtype=dtype), params=params)
 
 
 def _check_run(source: Path) -> None:
@@ -63,11 +114,7 @@ def _check_run(source: Path) -> None:
         raise ValueError("convert: the source has no tokenizer, and a run needs one. Put its tokenizer.json beside it.")
 
 
-def _write_dense(model: LanguageModel, path: Path, dtype: FileDType | None, on_write: OnTensor | None) -> None:
-    save(model, path, dtype=dtype, on_tensor=on_write)
-
-
-def _write_orbax(model: LanguageModel, path: Path, dtype: FileDType | None, on_write: OnTensor | None) -> None:
+def _write_orbax(model: LanguageModel, path: Path, on_write: OnTensor | None) -> None:
     """A run folder as `checkpoint` reads it: config.json, tokenizer, and checkpoints/0 with params and meta."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     name = "byte" if isinstance(model.tokenizer, ByteTokenizer) else str(path / "tokenizer.json")

@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,30 @@ def read_object(path: Path, *, limit: int = MAX_BYTES) -> dict[str, Any]:
     if size > limit:
         raise ValueError(f"load: {str(path)!r} has {size=} bytes - at most {limit}. Is it the right file?")
     return parse_object(path.read_bytes(), repr(str(path)))
+
+
+def get_size(values: Mapping[str, Any], key: str, *, least: int = 1, what: str = "config.json") -> int:
+    """`values[key]`, or ValueError where it is no integer from `least` to 2^31; `what` names the object."""
+    value = values.get(key)
+    if type(value) is not int or not least <= value < 1 << 31:
+        raise ValueError(f"load: {what} has {key}={value!r} - must be an integer of at least {least}, below 2^31.")
+    return value
+
+
+def get_positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """`values[key]`, or the default where it is missing or null, or ValueError where it is no positive number."""
+    value: Any = default if values.get(key) is None else values[key]
+    if type(value) not in (int, float) or not 0 < value <= 1e30 or not math.isfinite(value):
+        raise ValueError(f"load: config.json has {key}={value!r} - must be a positive number.")
+    return float(value)
+
+
+def get_flag(values: Mapping[str, Any], key: str, default: bool, *, what: str = "config.json") -> bool:
+    """`values[key]`, or the default where it is missing or null, or ValueError where it is neither true nor false."""
+    value = default if values.get(key) is None else values[key]
+    if type(value) is not bool:
+        raise ValueError(f"load: {what} has {key}={value!r} - must be true or false.")
+    return value
 
 
 def _unique(pairs: Sequence[tuple[str, Any]], *, what: str) -> dict[str, Any]:

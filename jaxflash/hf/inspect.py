@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -11,22 +12,44 @@ import numpy as np
 from jaxflash import checkpoint
 from jaxflash.config import ModelConfig
 from jaxflash.gguf.model import open_gguf
-from jaxflash.hf.load import is_hub_folder, open_checkpoint
+from jaxflash.hf import safetensors
+from jaxflash.hf.linears import StoredLinear
+from jaxflash.hf.load import Checkpoint, is_hub_folder, open_checkpoint
 from jaxflash.hf.names import places
 from jaxflash.model import count_parameters
 from pallas_kernels.attention.api import explain
 from pallas_kernels.dispatch import Explanation
+from pallas_kernels.w4a16 import api as w4a16
+from pallas_kernels.w4a16.layout import padded
+from pallas_kernels.w4a16.spec import SCALE_DTYPES, W4A16Spec
+from quant.formats import fp8
+
+# Name, shape, precision as stored, bytes in the files, whether it is quantised.
+type Tensor = tuple[str, tuple[int, ...], str, int, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorKind:
-    """Tensors that differ only in their layer: how many, one's shape in the file, their precisions, bytes of all."""
+    """Tensors that differ only in their layer: how many, one's shape, their precisions, bytes of all in the files.
+
+    A quantised weight counts as one tensor, of the shape of the dense one, with the bytes of all that belong to it.
+    """
 
     name: str
     count: int
     shape: tuple[int, ...]
     precisions: tuple[str, ...]
     nbytes: int
+    quantised: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """What a layer's linear of 4 bits would run, for one token and for a prompt of the model's context."""
+
+    name: str
+    token: Explanation
+    prompt: Explanation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +61,7 @@ class Inspection:
     config: ModelConfig
     kinds: tuple[TensorKind, ...]
     attention: Explanation
+    products: tuple[Product, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -46,7 +70,7 @@ class Inspection:
 
     def __str__(self) -> str:
         c = self.config
-        loaded = self.parameters * np.dtype(jax.numpy.dtype(c.param_dtype)).itemsize
+        loaded = f"{_megabytes(self._loaded())} as {c.param_dtype}{' and 4 bits' if self.products else ''}"
         cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * np.dtype(jax.numpy.dtype(c.compute_dtype)).itemsize
         extras = [
             name
@@ -72,14 +96,32 @@ class Inspection:
             *([f"            {', '.join(extras)}"] if extras else []),
             f"parameters  {self.parameters:,}",
             f"in files    {_megabytes(sum(kind.nbytes for kind in self.kinds))}",
-            f"loaded      {_megabytes(loaded)} as {c.param_dtype}, and {cache:,} bytes of KV cache a token as "
-            f"{c.compute_dtype}",
+            f"loaded      {loaded}, and {cache:,} bytes of KV cache a token as {c.compute_dtype}",
             "tensors     of a layer, all layers together; precision as stored",
             *rows,
             "reading a prompt of its context would run",
             *(f"  {line}" for line in str(self.attention).splitlines()),
+            *self._product_lines(),
         ]
         return "\n".join(lines)
+
+    def _loaded(self) -> int:
+        """Bytes of the parameters in memory, zero points as the configuration says."""
+        specs = [cast(W4A16Spec, product.token.spec) for product in self.products]
+        dense = self.parameters - self.config.n_layers * sum(spec.K * spec.N for spec in specs)
+        width = np.dtype(jax.numpy.dtype(self.config.param_dtype)).itemsize
+        return dense * width + self.config.n_layers * sum(spec.weight_bytes() for spec in specs)
+
+    def _product_lines(self) -> list[str]:
+        if not self.products:
+            return []
+        width = max(len(product.name) for product in self.products)
+        return [
+            "products with 4-bit weights would run, for one token; for a prompt of its context",
+            *(f"  {p.name:<{width}}  {p.token.chosen}; {p.prompt.chosen}    {p.token.spec}" for p in self.products),
+            f"  of {self.products[-1].name}, for one token:",
+            *(f"    {line}" for line in str(self.products[-1].token).splitlines()),
+        ]
 
 
 def inspect(path: str | Path) -> Inspection:
@@ -91,15 +133,15 @@ def inspect(path: str | Path) -> Inspection:
     path = Path(path).expanduser()
     if path.suffix == ".gguf" or is_hub_folder(path):
         opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
-        tensors = [(t.name, t.shape, t.stored_as, t.nbytes) for t in opened.stored.values()]
+        config, products = opened.config, _products(opened)
+        tensors = [_tensor(name, opened) for name in places(config)]
         kind = "GGUF file" if path.suffix == ".gguf" else "Hugging Face folder"
-        config = opened.config
     else:
-        config = checkpoint.read_config(path).model
+        config, products = checkpoint.read_config(path).model, ()
         steps = checkpoint.saved_steps(path)
         size = np.dtype(jax.numpy.dtype(config.param_dtype)).itemsize
         tensors = [
-            (name, place.shape, config.param_dtype, int(np.prod(place.shape)) * size)
+            (name, place.shape, config.param_dtype, int(np.prod(place.shape)) * size, False)
             for name, place in places(config).items()
         ]
         kind = f"run folder with checkpoints of steps {steps}" if steps else "run folder without a checkpoint"
@@ -109,6 +151,43 @@ def inspect(path: str | Path) -> Inspection:
         config=config,
         kinds=_kinds(tensors),
         attention=explain_prompt(config, (1, config.context)),
+        products=products,
+    )
+
+
+def _tensor(name: str, opened: Checkpoint) -> Tensor:
+    linear, block = opened.linears.get(name), None if opened.scheme is None else opened.scheme.block
+    if linear is not None:
+        rows = "whole columns" if linear.spec.group == linear.spec.K else f"groups of {linear.spec.group}"
+        stored_as = f"INT4 {linear.format.name}, {rows}"
+        return name, (linear.spec.N, linear.spec.K), stored_as, linear.nbytes, True
+    tensor = opened.stored[name]
+    is_fp8 = tensor.stored_as == safetensors.NAMES[fp8.DTYPE]
+    stored_as = f"{tensor.stored_as}, blocks of {block[0]} x {block[1]}" if is_fp8 and block else tensor.stored_as
+    return name, tensor.shape, stored_as, tensor.nbytes, is_fp8
+
+
+def _products(opened: Checkpoint) -> tuple[Product, ...]:
+    """Those of the first layer, with zero points and the dtype of scales as configuration and headers say."""
+    config = opened.config
+
+    def explained(linear: StoredLinear, rows: int) -> Explanation:
+        stored = {tensor.dtype.name for tensor in linear.tensors.values()} & set(SCALE_DTYPES)
+        spec = W4A16Spec(
+            M=rows,
+            K=linear.spec.K,
+            N=linear.spec.N,
+            group=linear.spec.group if linear.spec.group < linear.spec.K else padded(linear.spec.K),
+            zeros=linear.spec.zeros,
+            dtype=config.compute_dtype,
+            scale_dtype=next(iter(stored), "bfloat16"),
+        )
+        return w4a16.explain(spec)
+
+    return tuple(
+        Product(name=linear.name.split(".", 3)[3], token=explained(linear, 1), prompt=explained(linear, config.context))
+        for linear in opened.linears.values()
+        if linear.place.layer == 0
     )
 
 
@@ -121,8 +200,8 @@ def explain_prompt(config: ModelConfig, shape: tuple[int, int], *, packed: bool 
     return explain(query, key, key, is_causal=True, segment_ids=segments, local_window_size=window)
 
 
-def _kinds(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> tuple[TensorKind, ...]:
-    groups: dict[str, list[tuple[str, tuple[int, ...], str, int]]] = {}
+def _kinds(tensors: Sequence[Tensor]) -> tuple[TensorKind, ...]:
+    groups: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(re.sub(r"^model\.layers\.\d+\.", "layers.*.", tensor[0]), []).append(tensor)
     return tuple(
@@ -130,8 +209,9 @@ def _kinds(tensors: Sequence[tuple[str, tuple[int, ...], str, int]]) -> tuple[Te
             name=name,
             count=len(group),
             shape=group[0][1],
-            precisions=_precisions([stored_as for _, _, stored_as, _ in group]),
-            nbytes=sum(nbytes for _, _, _, nbytes in group),
+            precisions=_precisions([stored_as for _, _, stored_as, _, _ in group]),
+            nbytes=sum(nbytes for _, _, _, nbytes, _ in group),
+            quantised=any(quantised for *_, quantised in group),
         )
         for name, group in groups.items()
     )

@@ -1,8 +1,9 @@
 """A Hub folder as a ModelConfig, checked tensors, and parameters."""
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
@@ -14,8 +15,12 @@ from jaxflash.config import DType, ModelConfig
 from jaxflash.hf import names, place
 from jaxflash.hf.config import to_model_config
 from jaxflash.hf.documents import MAX_CONFIG_BYTES, read_object
+from jaxflash.hf.fp8 import dequantised
+from jaxflash.hf.linears import StackFacts, StoredLinear, survey, take_linears
 from jaxflash.hf.place import OnTensor
+from jaxflash.hf.place_packed import abstract_stack, put_stack
 from jaxflash.hf.safetensors import open_folder
+from jaxflash.hf.scheme import FP8, Scheme, read_scheme
 from jaxflash.hf.tensors import StoredTensor
 
 
@@ -25,11 +30,16 @@ class Checkpoint:
 
     config: with the parameter dtype that holds every stored value as it is. stored: its tensors by their Hub names.
     second_head: of a tied model whose file holds the head all the same; `load_params` compares it with the table.
+    scheme: of quantised weights. linears: those of 4 bits, by the names of their dense weights; FP8 ones are in
+    `stored` as float32. checks: what is looked at before anything is placed.
     """
 
     config: ModelConfig
     stored: Mapping[str, StoredTensor]
     second_head: StoredTensor | None = None
+    scheme: Scheme | None = None
+    linears: Mapping[str, StoredLinear] = field(default_factory=dict)
+    checks: Sequence[Callable[[], None]] = ()
 
 
 def is_hub_folder(path: Path) -> bool:
@@ -46,15 +56,39 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a broken file, or files that contradict each other (`names.match`, `safetensors.open_folder`).
-      Unsupported: an architecture, or a switch of one, that the model does not have.
+      Unsupported: an architecture, or a switch of one, that the model does not have; a quantisation that is not served.
     """
-    config = to_model_config(read_object(folder / "config.json", limit=MAX_CONFIG_BYTES))
-    return checked(config, open_folder(folder))
+    values = read_object(folder / "config.json", limit=MAX_CONFIG_BYTES)
+    config, scheme, stored = to_model_config(values), read_scheme(folder, values), open_folder(folder)
+    if scheme is None:
+        return checked(config, stored)
+    if scheme.format == FP8:
+        dense, checks = dequantised(scheme, stored)
+        return dataclasses.replace(checked(config, dense), scheme=scheme, checks=checks)
+    linears, rest = take_linears(config, scheme, stored)
+    rest, checks = _without_zero_biases(config, linears, rest)
+    return dataclasses.replace(checked(config, rest, linears), scheme=scheme, linears=linears, checks=checks)
 
 
-def checked(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> Checkpoint:
-    """`stored` as the checkpoint of `config`, or ValueError where names, shapes or dtypes are not its own."""
-    pairs = names.match(config, stored)
+def _without_zero_biases(
+    config: ModelConfig, linears: Mapping[str, StoredLinear], stored: Mapping[str, StoredTensor]
+) -> tuple[dict[str, StoredTensor], list[Callable[[], None]]]:
+    """Quantisers have written biases for linears that have none: they are left out, once seen to be 0."""
+    names_of = {f"{linear.name}.bias" for linear in linears.values()} - names.places(config).keys()
+    checks = [functools.partial(_check_zero, stored[name]) for name in sorted(names_of & stored.keys())]
+    return {name: tensor for name, tensor in stored.items() if name not in names_of}, checks
+
+
+def _check_zero(bias: StoredTensor) -> None:
+    if bias.read((slice(None),) * len(bias.shape)).astype(np.float32).any():
+        raise ValueError(
+            f"load: {bias.name!r} is not 0, and the configuration describes a model without it. Fetch both again."
+        )
+
+
+def checked(config: ModelConfig, stored: Mapping[str, StoredTensor], elsewhere: Collection[str] = ()) -> Checkpoint:
+    """`stored` as the checkpoint of `config` but for `elsewhere`, or ValueError where they do not belong together."""
+    pairs = names.match(config, stored, elsewhere)
     own = {name: tensor for name, (_, tensor) in pairs.items()}
     return Checkpoint(
         config=dataclasses.replace(config, param_dtype=place.exact_dtype(own)),
@@ -69,15 +103,36 @@ def load_params(
     """(config, parameters on `mesh`), the latter in `param_dtype` (None: as the checkpoint's config says).
 
     Raises:
-      ValueError: a mesh that the model does not divide over, before anything is read; or a tied model's second head
-        that is not its table.
+      ValueError: a mesh that the model does not divide over, before any weight is read; a tied model's second head that
+        is not its table; or quantised weights whose scales or groups are none (`linears.survey`).
     """
     config = checkpoint.config
     config = config if param_dtype is None else dataclasses.replace(config, param_dtype=param_dtype)
-    place.layout(config, mesh)
+    for check in checkpoint.checks:
+        check()
+    linears, stacks = _surveyed(checkpoint)
+    shapes, shardings = place.layout(
+        config, mesh, {path: abstract_stack(facts, config.n_layers) for path, facts in stacks.items()}
+    )
     if checkpoint.second_head is not None:
         _check_second_head(checkpoint.stored[names.TABLE], checkpoint.second_head)
-    return config, place.put_on_mesh(names.match(config, checkpoint.stored), config, mesh, on_tensor)
+    pairs = names.match(config, checkpoint.stored, linears)
+    params = place.put_on_mesh(pairs, shapes, shardings, config.param_dtype, on_tensor)
+    for path, facts in stacks.items():
+        layers = [linear for linear in linears.values() if linear.place.path == path]
+        parent = functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], params)
+        parent[path[-1]] = put_stack(layers, facts, place.at(shardings, path), on_tensor)
+    return config, params
+
+
+def _surveyed(
+    checkpoint: Checkpoint,
+) -> tuple[Mapping[str, StoredLinear], Mapping[tuple[str, ...], StackFacts]]:
+    return (
+        ({}, {})
+        if not checkpoint.linears or checkpoint.scheme is None
+        else survey(checkpoint.linears, checkpoint.scheme)
+    )
 
 
 def _check_second_head(table: StoredTensor, head: StoredTensor) -> None:

@@ -1,7 +1,7 @@
 """Tensor names of the Hub <-> parameters of the model, and the shape of each by algebra from the configuration."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from jaxflash.config import ModelConfig
@@ -73,32 +73,42 @@ def places(config: ModelConfig) -> dict[str, Place]:
     return dict([table, *layers, norm] + ([] if config.tie_embeddings else [head]))
 
 
-def match(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[Place, StoredTensor]]:
-    """Pairs every tensor of the model with the one stored, and looks at no weight.
+def wanted(config: ModelConfig, stored: Collection[str]) -> dict[str, Place]:
+    """`places` of a configuration that belongs to so many tensors; ValueError where they are too few.
 
-    Raises:
-      ValueError: tensors that are missing, not expected, of another shape than the configuration's, or no dense floats.
+    Looked at before a list of all of them is made: the number of layers may be absurd.
     """
-    if config.n_layers > len(stored):  # before a list of them all is made: the number may be absurd
+    if config.n_layers > len(stored):
         raise ValueError(
             f"load: the configuration has n_layers={config.n_layers}, the files {len(stored)} tensors - one of the two "
             "is of another model. Fetch both again."
         )
-    wanted = places(config)
-    missing = [name for name in wanted if name not in stored]
+    return places(config)
+
+
+def match(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], elsewhere: Collection[str] = ()
+) -> dict[str, tuple[Place, StoredTensor]]:
+    """Pairs every tensor of the model with the one stored, and looks at no weight. elsewhere: those that are not here.
+
+    Raises:
+      ValueError: tensors that are missing, not expected, of another shape than the configuration's, or no dense floats.
+    """
+    places = {n: place for n, place in wanted(config, [*stored, *elsewhere]).items() if n not in elsewhere}
+    missing = [name for name in places if name not in stored]
     if missing:
         hint = " If the head is the embedding table, set tie_word_embeddings." if missing == [HEAD] else ""
         raise ValueError(
-            f"load: {len(missing)} of {len(wanted)} tensors are missing: {_some(missing)} - the checkpoint is not "
+            f"load: {len(missing)} of {len(places)} tensors are missing: {some(missing)} - the checkpoint is not "
             f"complete, or the configuration is of another model.{hint}"
         )
-    extra = [n for n in stored if n not in wanted and not _DERIVED.fullmatch(n) and n != HEAD]
+    extra = [n for n in stored if n not in places and not _DERIVED.fullmatch(n) and n != HEAD]
     if extra:
         raise ValueError(
-            f"load: {len(extra)} tensors are not expected: {_some(extra)} - the configuration describes a "
+            f"load: {len(extra)} tensors are not expected: {some(extra)} - the configuration describes a "
             "model without them. Fetch both again."
         )
-    for name, place in wanted.items():
+    for name, place in places.items():
         if stored[name].shape != place.shape:
             raise ValueError(
                 f"load: {name!r} has shape={stored[name].shape}, the configuration makes it {place.shape} - one "
@@ -109,7 +119,7 @@ def match(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, 
                 f"load: {name!r} has dtype={stored[name].stored_as!r} - dense weights are {', '.join(_FLOATS)}. "
                 "Use a checkpoint that is not quantised."
             )
-    return {name: (place, stored[name]) for name, place in wanted.items()}
+    return {name: (place, stored[name]) for name, place in places.items()}
 
 
 def same_values(a: StoredTensor, b: StoredTensor, *, part: int, parts: int) -> bool:
@@ -121,6 +131,7 @@ def same_values(a: StoredTensor, b: StoredTensor, *, part: int, parts: int) -> b
     return all(a.read(block).tobytes() == b.read(block).tobytes() for block in blocks)
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first few of many names, and how many more there are."""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(repr, names[:_SHOWN])) + rest

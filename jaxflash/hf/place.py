@@ -20,6 +20,8 @@ from jaxflash.config import DType, ModelConfig
 from jaxflash.hf.names import Place
 from jaxflash.hf.tensors import StoredTensor
 from jaxflash.model import abstract, axis_units
+from quant import split
+from quant.tensor import Int4Tensor
 from sharding import rules
 
 # Told after every tensor that is read or written: its name, and its bytes in the file.
@@ -31,37 +33,38 @@ def exact_dtype(stored: Mapping[str, StoredTensor]) -> DType:
     return "bfloat16" if {tensor.dtype.name for tensor in stored.values()} == {"bfloat16"} else "float32"
 
 
-def layout(config: ModelConfig, mesh: Mesh) -> tuple[Any, Any]:
-    """(shapes, shardings) of the parameters of `config` by rule on `mesh`.
+def layout(config: ModelConfig, mesh: Mesh, packed: Mapping[tuple[str, ...], Int4Tensor] | None = None) -> tuple:
+    """(shapes, shardings) of the parameters of `config` by rule on `mesh`. packed: the shapes of those of 4 bits.
 
     Raises:
       ValueError: a mesh that the model does not divide over.
     """
     _, shapes, axes = abstract(config)
-    rules.check(shapes, axes, mesh, units=axis_units(config))
-    return shapes, rules.shardings(axes, mesh)
+    for path, tensor in (packed or {}).items():
+        at(shapes, path[:-1])[path[-1]] = tensor
+    split.check(shapes, axes, mesh, units=axis_units(config))
+    return shapes, rules.shardings(split.axes_of_arrays(shapes, axes), mesh)
 
 
 def put_on_mesh(
-    pairs: Mapping[str, tuple[Place, StoredTensor]], config: ModelConfig, mesh: Mesh, on_tensor: OnTensor | None = None
+    pairs: Mapping[str, tuple[Place, StoredTensor]],
+    shapes: Any,
+    shardings: Any,
+    dtype: DType,
+    on_tensor: OnTensor | None = None,
 ) -> dict:
-    """The parameters of `config` in its `param_dtype`, read from `pairs` (of `names.match`), by rule on `mesh`.
-
-    Raises:
-      ValueError: a mesh that the model does not divide over, before anything is read.
-    """
-    shapes, shardings = layout(config, mesh)
+    """The parameters in `pairs` (of `names.match`) as `dtype`, of the shapes and shardings that `layout` gives."""
     params: dict = {}
     for name, (place, tensor) in pairs.items():
-        sharding, shape = _at(shardings, place.path), _at(shapes, place.path).shape
+        sharding, shape = at(shardings, place.path), at(shapes, place.path).shape
         parent = functools.reduce(lambda node, key: node.setdefault(key, {}), place.path[:-1], params)
-        finish = _finisher(sharding, config.param_dtype, place.transposed, place.layer is not None)
+        finish = finisher(sharding, dtype, place.transposed, place.layer is not None)
         piece = _transfer(tensor, _file_sharding(sharding, place))
         if place.layer is None:
             parent[place.path[-1]] = finish(piece)
         else:
             stack = parent.pop(place.path[-1], None)
-            stack = jnp.zeros(shape, config.param_dtype, device=sharding) if stack is None else stack
+            stack = jnp.zeros(shape, dtype, device=sharding) if stack is None else stack
             parent[place.path[-1]] = finish(stack, piece, np.int32(place.layer))
         jax.block_until_ready(parent[place.path[-1]])  # before the next slice is read: the host holds one at a time
         if on_tensor is not None:
@@ -90,7 +93,7 @@ def _transfer(tensor: StoredTensor, sharding: NamedSharding) -> Shaped[Array, ".
 
 
 @functools.lru_cache(maxsize=256)
-def _finisher(sharding: NamedSharding, dtype: str, transposed: bool, stacked: bool) -> Any:
+def finisher(sharding: NamedSharding, dtype: str, transposed: bool, stacked: bool) -> Any:
     """The compiled last step for one parameter: turn round, cast, and where stacked, write into its layer."""
 
     def turned(piece):
@@ -105,5 +108,6 @@ def _finisher(sharding: NamedSharding, dtype: str, transposed: bool, stacked: bo
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
-def _at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """The node of a nested dict under these keys."""
     return functools.reduce(lambda node, key: node[key], path, tree)

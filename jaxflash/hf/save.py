@@ -1,33 +1,29 @@
 """A model as a Hub folder that transformers, vLLM and SGLang read: all of it appears at once, or nothing does."""
 
 import contextlib
-import functools
-import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Shaped
 
 from jaxflash.config import ModelConfig
 from jaxflash.hf import safetensors
 from jaxflash.hf.config import from_model_config
-from jaxflash.hf.names import Place, places
+from jaxflash.hf.folder import first_process, new_folder, write_json
+from jaxflash.hf.pieces import Piece, packed_scheme, pieces
 from jaxflash.hf.place import OnTensor
+from jaxflash.hf.scheme import FP8, Scheme, to_config
 from jaxflash.tokenizer import NoTokenizer, Tokenizer
-from pallas_kernels.dispatch import Unsupported
+from quant.formats.api import WRITTEN
+from quant.formats.fp8 import BLOCK
 from quant.tensor import Int4Tensor
+from sharding.names import did_you_mean
 
 FileDType = Literal["float32", "bfloat16", "float16"]
+FileFormat = Literal["dense", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8"]
+FORMATS: tuple[str, ...] = ("dense", *WRITTEN, FP8)
 
 
 def save_folder(
@@ -37,173 +33,107 @@ def save_folder(
     path: Path,
     *,
     dtype: FileDType | None = None,
+    format: FileFormat | None = None,
     max_shard_bytes: int = 5_000_000_000,
     on_tensor: OnTensor | None = None,
 ) -> None:
     """Writes config.json, safetensors (with an index where there are several) and the tokenizer into a new folder.
 
     It is written beside `path` and renamed at the end: a kill leaves `.NAME.*.partial` there, and no half checkpoint
-    under the name. Every process calls it; the first one writes. dtype: of the files (None: the parameters' own).
+    under the name; the next call removes it. Every process calls it; the first one writes. dtype: of what is dense in
+    the files (None: the parameters' own). format: see `jaxflash.save`.
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.
       OSError: too little free space, found before anything is written; or the first process failed, told to the others.
-      Unsupported: no published architecture has this configuration's switches, or weights are packed to 4 bits.
-      ValueError: float16 is asked for and a weight does not fit.
+      Unsupported: no published architecture has this configuration's switches, or the format cannot hold the weights.
+      ValueError: float16 is asked for and a weight does not fit; an unknown format, or one for other weights.
     """
     path = path.expanduser().resolve()
-    _refuse_packed(params)
     dtype = config.param_dtype if dtype is None else dtype
-    shards = _shards(config, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
     ids = token_ids(tokenizer)
     values = from_model_config(config, dtype, ids)
-    with new_folder(path, sum(size for shard in shards for _, size in shard)) as folder:
-        with _first_process(f"write into {str(path)!r}"):
+    scheme, dense = _scheme(config, params, format)
+    if scheme is not None:
+        values["quantization_config"] = to_config(scheme, dense)
+    shards = _shards(pieces(config, params, dtype, scheme), max_shard_bytes)
+    with new_folder(path, sum(_size(piece) for shard in shards for piece in shard)) as folder:
+        with first_process(f"write into {str(path)!r}"):
             if folder is not None:
                 write_json(folder / "config.json", values)
                 if any(value is not None for value in ids.values()):
                     write_json(folder / "generation_config.json", ids)
                 tokenizer.save(folder)
-        _write_shards(config, params, shards, folder, dtype, on_tensor)
+        _write_shards(shards, folder, on_tensor)
 
 
-def check_room(path: Path, size: int) -> None:
-    """Whether a new folder `path` of `size` bytes can be made: the first process looks, and all of them know.
-
-    Raises:
-      FileExistsError: `path` exists and is not an empty folder, or one that cannot be replaced.
-      OSError: less than `size` bytes are free there; or the first process found one of the two.
-    """
-    path = path.expanduser().resolve()
-    with _first_process(f"make {str(path)!r}"):
-        if jax.process_index() == 0:
-            _check_room(path, size)
-
-
-def _check_room(path: Path, size: int) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir()) or path.is_mount() or path == Path.cwd()):
-        raise FileExistsError(
-            f"save: {str(path)!r} exists - nothing is written over, and neither a mount point nor the current folder "
-            "is replaced. Choose another path."
-        )
-    disk = next(parent for parent in path.parents if parent.exists())
-    free = shutil.disk_usage(disk).free
-    if free < size:
-        raise OSError(f"save: {str(disk)!r} has {free=} bytes, {size} are needed. Make room, or choose another.")
-
-
-@contextlib.contextmanager
-def new_folder(path: Path, size: int) -> Iterator[Path | None]:
-    """A hidden folder beside `path` that becomes `path` on leaving without an error; None in all but the first process.
-
-    What is done in it must fail in all processes or in none: each wraps what it alone does in `_first_process`.
-
-    Raises what `check_room` does.
-    """
-    path = path.expanduser().resolve()
-    check_room(path, size)
-    partial = None
-    try:
-        with _first_process(f"make a folder beside {str(path)!r}"):
-            if jax.process_index() == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial"))
-        yield partial
-        with _first_process(f"finish {str(path)!r}"):
-            if partial is not None:
-                for file in partial.rglob("*"):
-                    _sync(file)
-                partial.chmod(0o777 & ~_umask())
-                os.rename(partial, path)
-                _sync(path.parent)
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _first_process(task: str) -> Iterator[None]:
-    """Around what the first process does and the others wait for: if it raises there, it raises in all of them."""
-    done = False
-    try:
-        yield
-        done = True
-    finally:  # also on the way out with an error: the others are waiting
-        if jax.process_count() > 1:
-            done = bool(multihost_utils.broadcast_one_to_all(np.int32(done)))
-    if not done:
-        raise OSError(f"save: the first process could not {task} - its own error says why. Nothing was written.")
-
-
-def _refuse_packed(params: Any) -> None:
+def _scheme(config: ModelConfig, params: Any, format: str | None) -> tuple[Scheme | None, list[str]]:
+    """(how the weights are written, None for dense; the linears that are dense all the same)."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
-    packed = sum(isinstance(leaf, Int4Tensor) for leaf in leaves)
-    if packed:
-        reason = f"{packed} weights are packed to 4 bits, and only dense ones are written"
-        raise Unsupported(f"save: {reason}. Save the model before it is quantised.", [("Hub folder", reason)])
+    packed = any(isinstance(leaf, Int4Tensor) for leaf in leaves)
+    if format is None:
+        format = "compressed-tensors" if packed else "dense"
+    if format not in FORMATS:
+        raise ValueError(f"save: unknown {format=}. {did_you_mean(format, FORMATS)}")
+    if format in WRITTEN:
+        if not packed:
+            raise ValueError(f"save: {format=} - the model has no 4-bit weights. Use jaxflash.quantize first.")
+        return packed_scheme(params, format, config)
+    if format == FP8:
+        if packed:
+            raise ValueError(
+                f"save: {format=} - the model is in 4 bits already. Save the model before it is quantised."
+            )
+        return Scheme(format=FP8, block=BLOCK), []
+    return None, []
 
 
-def _shards(config: ModelConfig, dtype: np.dtype, limit: int) -> list[list[tuple[str, int]]]:
-    """(name, bytes) of every tensor, file by file; a tensor larger than `limit` has one of its own."""
+def _size(piece: Piece) -> int:
+    return sum(piece.sizes().values())
+
+
+def _shards(all_pieces: Sequence[Piece], limit: int) -> list[list[Piece]]:
+    """The pieces file by file; one larger than `limit` has a file of its own."""
     if limit < 1:
         raise ValueError(f"save: max_shard_bytes={limit} - must be at least 1.")
-    shards: list[list[tuple[str, int]]] = [[]]
-    for name, place in places(config).items():
-        size = int(np.prod(place.shape, dtype=np.int64)) * dtype.itemsize
-        if shards[-1] and sum(held for _, held in shards[-1]) + size > limit:
+    shards: list[list[Piece]] = [[]]
+    held = 0
+    for piece in all_pieces:
+        size = _size(piece)
+        if shards[-1] and held + size > limit:
             shards.append([])
-        shards[-1].append((name, size))
+            held = 0
+        shards[-1].append(piece)
+        held += size
     return shards
 
 
-def _write_shards(config, params, shards, folder: Path | None, dtype: str, on_tensor: OnTensor | None) -> None:
-    where, stored_as = places(config), safetensors.NAMES[np.dtype(jnp.dtype(dtype))]
+def _write_shards(shards: Sequence[Sequence[Piece]], folder: Path | None, on_tensor: OnTensor | None) -> None:
     files = {}
     for number, shard in enumerate(shards, 1):
         file = safetensors.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files |= {name: file for name, _ in shard}
+        held = {name: tensor for piece in shard for name, tensor in piece.tensors.items()}
+        files |= dict.fromkeys(held, file)
         out: BinaryIO | None = None
         with contextlib.ExitStack() as opened:
-            with _first_process(f"write {file!r}"):
+            with first_process(f"write {file!r}"):
                 if folder is not None:
                     out = opened.enter_context((folder / file).open("wb"))
-                    out.write(safetensors.encode_header((name, stored_as, where[name].shape) for name, _ in shard))
-            for name, size in shard:
-                values = _fetch(params, where[name], dtype, name)
-                with _first_process(f"write {name!r}"):
+                    out.write(safetensors.encode_header((name, *tensor) for name, tensor in held.items()))
+            for piece in shard:
+                values = piece.fetch()
+                with first_process(f"write {next(iter(piece.tensors))!r}"):
                     if out is not None:
-                        out.write(values.reshape(-1).view(np.uint8))
+                        tensors = piece.encode(values)
+                        for name in piece.tensors:
+                            out.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8))
                         out.flush()  # a full disk is told here, and not on closing
-                if on_tensor is not None:
-                    on_tensor(name, size)
-    with _first_process(f"write {safetensors.INDEX!r}"):
+                for name, size in piece.sizes().items() if on_tensor is not None else ():
+                    on_tensor(name, size)  # pyright: ignore[reportOptionalCall]
+    with first_process(f"write {safetensors.INDEX!r}"):
         if folder is not None and len(shards) > 1:
-            index = {"metadata": {"total_size": sum(s for shard in shards for _, s in shard)}, "weight_map": files}
-            write_json(folder / safetensors.INDEX, index)
-
-
-def _fetch(params: Mapping[str, Any], place: Place, dtype: str, name: str) -> Shaped[np.ndarray, "..."]:
-    """One tensor in the orientation and dtype of the file, on the host of every process."""
-    leaf: Any = functools.reduce(lambda node, key: node[key], place.path, params)
-    fetch = _fetcher(leaf.sharding, jnp.dtype(dtype), place.transposed, place.layer is not None)
-    values, fits = fetch(leaf, np.int32(place.layer or 0))
-    if not bool(np.asarray(fits)):
-        raise ValueError(
-            f"save: {name!r} has weights beyond the largest {dtype} - they would be infinite. Save it as float32."
-        )
-    return np.ascontiguousarray(values.addressable_data(0))
-
-
-@functools.lru_cache(maxsize=64)
-def _fetcher(sharding: Any, dtype: Any, transposed: bool, stacked: bool) -> Any:
-    everywhere = NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else None
-
-    def fetch(leaf, layer):
-        piece = leaf[layer] if stacked else leaf
-        values = (piece.T if transposed else piece).astype(dtype)
-        return values, (jnp.isfinite(values) | ~jnp.isfinite(piece.T if transposed else piece)).all()
-
-    return jax.jit(fetch, out_shardings=everywhere)
+            total = sum(_size(piece) for shard in shards for piece in shard)
+            write_json(folder / safetensors.INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -217,21 +147,3 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token_id": list(stops) if len(stops) > 1 else next(iter(stops), None),
         "pad_token_id": tokenizer.special_id("pad_token"),
     }
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -42,6 +42,8 @@ class MappedFile:
 
     def copy(self, offset: int, shape: tuple[int, ...], dtype: np.dtype, index: Index) -> Shaped[np.ndarray, "..."]:
         """A new array with the rectangle `index` of the array of `shape` and `dtype` that begins at byte `offset`."""
+        if not shape:
+            return self.copy(offset, (1,), dtype, (slice(None),)).reshape(())
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         source = self.bytes[offset : offset + nbytes].view(dtype).reshape(shape)
         rows, *rest = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]

@@ -166,7 +166,6 @@ def _paths(tree, before=()):
         ({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}, "caps its logits"),
         ({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}, "mixes window sizes"),
         ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "mixture of experts"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),

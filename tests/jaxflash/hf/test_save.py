@@ -19,7 +19,7 @@ from jaxflash.hf import save as module
 from jaxflash.hf.safetensors import INDEX, open_folder
 from jaxflash.language_model import LanguageModel, load, save
 from jaxflash.model import init_params
-from jaxflash.quantization import quantize
+from jaxflash.quantize import quantize
 from jaxflash.tokenizer import ByteTokenizer, NoTokenizer, load_tokenizer
 from pallas_kernels.dispatch import Unsupported
 from quant.tensor import Int4Tensor
