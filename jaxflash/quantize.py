@@ -92,7 +92,8 @@ def quantize(
 
     Raises:
       ValueError: before any work: an unknown method or order, a method that lacks batches, too few tokens, weights that
-        are packed already or not finite, a folder of another quantisation. Later: hidden states that are not finite.
+        are packed already, not finite or, with batches, on several devices, a folder of another quantisation. Later:
+        hidden states that are not finite.
     """
     recipe = Recipe() if recipe is None else recipe
     recipe.check_stored(_OP)
@@ -101,7 +102,7 @@ def quantize(
     _check_dense(dense)
     if batches is None:
         return _with_blocks(model, _rounded(dense, recipe))
-    _check_finite(dense)
+    _check_weights(dense)
     calibration = Calibration(model.config, model.params, batches)
     store = None
     if folder is not None:
@@ -124,7 +125,8 @@ def quantize(
                 bar.update(task, text=f"{record['linear']}: {gain(record):.0%} of the error of nearest codes")
                 if on_record is not None:
                     on_record(record)
-            calibration.advance(done[0])
+            if layer + 1 < model.config.n_layers:
+                calibration.advance(done[0])
             finished.append(jax.device_get(done[0]))
             bar.advance(task)
     stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *finished)
@@ -250,8 +252,14 @@ def _check_dense(blocks: PyTree) -> None:
             raise ValueError(f"{_OP}: blocks/{name} is quantised already - take the dense model.")
 
 
-def _check_finite(blocks: BlockParams) -> None:
+def _check_weights(blocks: BlockParams) -> None:
     for name, leaf in blocks.items():
+        spread = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
+        if spread > 1:
+            raise ValueError(
+                f"{_OP}: blocks/{name} lies on {spread} devices - blocks are calibrated on one. Load without a mesh, "
+                "and place the result."
+            )
         if not bool(jnp.isfinite(leaf).all()):
             raise ValueError(
                 f"{_OP}: blocks/{name} has NaN or infinite entries - no code is near. Repair the checkpoint."

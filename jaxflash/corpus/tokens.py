@@ -67,9 +67,7 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, *, cache_dir: str | Pa
     return _open(folder, key)
 
 
-def token_stream(
-    texts: Iterable[str], tokenizer: Tokenizer, *, limit: int | None = None
-) -> Int32[np.ndarray, " n"]:
+def token_stream(texts: Iterable[str], tokenizer: Tokenizer, *, limit: int | None = None) -> Int32[np.ndarray, " n"]:
     """The tokens of `texts`, each tokenised by itself, with nothing between them; only the first `limit` of them."""
     parts, count = [np.zeros(0, np.int32)], 0
     for text in texts:

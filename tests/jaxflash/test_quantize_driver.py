@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxflash import calibration as calibrating
@@ -25,6 +28,7 @@ from jaxflash.quantize_report import REPORT, gain, summary, write_report
 from jaxflash.tokenizer import ByteTokenizer
 from quant.recipe import Recipe
 from quant.tensor import Int4Tensor
+from sharding.mesh import make_mesh
 from tests.jaxflash import model_oracle as oracle
 from tests.jaxflash.model_oracle import random_params, small
 from tests.jaxflash.test_quantize import dequantized
@@ -123,6 +127,7 @@ def test_each_objective_is_that_of_the_model_quantised_so_far(method):
     assert_close(got.astype(np.float32), np.ones(len(got)), rough)
 
 
+@pytest.mark.slow
 def test_rounding_with_text_is_rounding_without():
     packed, records = quantized("rtn")
     assert_same_bits(packed.params, quantize(model(), RECIPE).params)
@@ -167,6 +172,8 @@ def test_what_is_no_block_weight_stays():
             assert_same_bits(packed[outer], dense[outer])
         biases = [tree["blocks"]["attention"]["q"]["bias"] for tree in (packed, dense)]
         np.testing.assert_array_equal(*biases)
+        named = [name for name in flatten_dict(packed["blocks"], sep="/") if name.endswith("/weight")]
+        assert sorted(named) == sorted(f"{name}/weight" for name in LINEARS)
         weights = jax.tree.leaves(packed["blocks"], is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
         assert sum(isinstance(leaf, Int4Tensor) for leaf in weights) == len(LINEARS)
         jax.vmap(Int4Tensor.validate)(packed["blocks"]["mlp"]["down"]["weight"])
@@ -209,6 +216,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
         quantize(model(), RECIPE, batches(), folder=folder, quiet=True)
 
 
+@pytest.mark.slow
 def test_an_order_of_rows_is_kept_in_the_store(tmp_path):
     quantize(model(1), RECIPE, batches(), order="activation", folder=tmp_path, quiet=True)
     packed = quantize(model(1), RECIPE, batches(), order="activation", folder=tmp_path, quiet=True)
@@ -275,6 +283,11 @@ def test_wrong_calls_are_told():
     up["weight"] = up["weight"].at[1, 0, 0].set(jnp.nan)
     with pytest.raises(ValueError, match="blocks/mlp/up/weight has NaN"):
         quantize(broken, RECIPE, batches(), quiet=True)
+    spread = model()
+    mesh = make_mesh({"data": 2}, devices=jax.devices()[:2])
+    spread.params["blocks"]["mlp_norm"]["scale"] = jax.device_put(jnp.ones((2, 32)), NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match="blocks/mlp_norm/scale lies on 2 devices"):
+        quantize(spread, RECIPE, batches(), quiet=True)
     large = model()
     large.params["blocks"]["attention_norm"]["scale"] = jnp.full((2, 32), 1e30)
     with pytest.raises(ValueError, match="the inputs of blocks/attention/q in block 0 are not finite"):
