@@ -37,7 +37,7 @@ def gptq(
 
         min tr(dW^T H dW),   dW = W - Q,   H = statistics.gram
 
-    A column that feedback made worse than rounding to nearest keeps its nearest codes, so the result never is worse.
+    A column that feedback made worse than `round_to_nearest(weight, recipe)` keeps those codes, so no result is worse.
     Inputs that were always 0 are rounded to nearest. One compilation for a shape, its time independent of K; `jax.vmap`
     runs equal layers or experts side by side; the gram may be sharded.
 
@@ -50,7 +50,7 @@ def gptq(
         "activation": that order, groups formed and scaled in it, which leaves a `permutation` (GPTQ's g_idx).
       block: rows in a slab, rounded up to whole groups where scales are refitted. Changes speed only.
       damping: share of the mean diagonal of H that is added to it, at least; 10 times more until a Cholesky factor
-        exists.
+        exists. More of it fits the tokens seen less closely, and others better where these were few.
       clip: limits of |w| (groups, N), as of `quant.awq.awq_clip`. Not with "activation", which has other groups.
 
     Returns:
