@@ -222,13 +222,14 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default 8)")
     parser.add_argument("--format", default="compressed-tensors", choices=WRITTEN, help="of the files in --out")
     parser.add_argument("--order", default="static", help=f"of rows in GPTQ: {', '.join(ORDERS)} (default static)")
+    parser.add_argument("--damping", type=float, default=0.01, help="of GPTQ; more where text is short (default 0.01)")
     _add_fields(parser, Recipe, skip=frozenset())
 
 
 def _quantize(args: argparse.Namespace) -> None:
     recipe = override(Recipe(), _given(args, Recipe, skip=frozenset()))
     out = Path(args.out).expanduser()
-    check_method(args.method, args.order, args.calibration is not None)
+    check_method(args.method, args.order, args.damping, args.calibration is not None)
     check_room(out, 0)
     model, batches = _load(args), None
     sizes = {"rows": args.rows, "seq_len": args.seq_len, "batch_size": args.batch_size}
@@ -238,14 +239,13 @@ def _quantize(args: argparse.Namespace) -> None:
         )  # fmt: skip
     records: list[dict[str, Any]] = []
     unfinished = out.absolute().with_name(f".{out.name}.blocks")
-    packed = quantize(
-        model, recipe, batches, method=args.method, order=args.order, folder=unfinished, on_record=records.append
-    )
+    how = {"method": args.method, "order": args.order, "damping": args.damping}
+    packed = quantize(model, recipe, batches, **how, folder=unfinished, on_record=records.append)
     save(packed, out, format=args.format)
     console = Console(stderr=True)
     if records:
         calibration = {"files": args.calibration, **sizes}
-        write_report(out, records, recipe, method=args.method, order=args.order, calibration=calibration)
+        write_report(out, records, recipe, **how, calibration=calibration)
         console.print(summary(records))
     shutil.rmtree(unfinished, ignore_errors=True)
     console.print(f"done, in {args.out}/", highlight=False)

@@ -9,6 +9,7 @@ Embedding table, head, norms (but for folded scales) and biases stay as they are
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def quantize(
     *,
     method: str | None = None,
     order: str = "static",
+    damping: float = 0.01,
     folder: str | Path | None = None,
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
@@ -81,7 +83,7 @@ def quantize(
       batches: text to calibrate with, as `jaxflash.data` packs it. Every token whose `loss_mask` is set counts.
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
         codes of GPTQ for weights scaled by AWQ. None: "rtn" without batches, else "gptq".
-      order: of rows in GPTQ, see `quant.gptq`.
+      order, damping: of GPTQ, see `quant.gptq`.
       folder: where finished blocks are kept. A later call with the same arguments goes on from there, to the same bits.
       on_record: called for every linear with its block, its name, and its `quant.report.Report` as a dict.
       quiet: no progress bar.
@@ -97,16 +99,17 @@ def quantize(
     """
     recipe = Recipe() if recipe is None else recipe
     recipe.check_stored(_OP)
-    method = check_method(method, order, batches is not None)
+    method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
     _check_dense(dense)
     if batches is None:
         return _with_blocks(model, _rounded(dense, recipe))
     _check_weights(dense)
+    solve = functools.partial(gptq, recipe=recipe, order=order, damping=damping)
     calibration = Calibration(model.config, model.params, batches)
     store = None
     if folder is not None:
-        settings = {"method": method, "order": order, "recipe": dataclasses.asdict(recipe)}
+        settings = {"method": method, "order": order, "damping": damping, "recipe": dataclasses.asdict(recipe)}
         settings |= {"model": dataclasses.asdict(model.config), "calibration": calibration.fingerprint}
         store = BlockStore(Path(folder).expanduser(), settings | {"table": digest({"table": model.params["table"]})})
     finished: list[BlockParams] = []
@@ -118,7 +121,7 @@ def quantize(
             block = block_params(model.params["blocks"], layer)
             done = None if store is None else store.read(layer, block)
             if done is None:
-                done = quantize_block(block, calibration, model.config, METHODS[method], recipe, order, layer)
+                done = quantize_block(block, calibration, model.config, METHODS[method], recipe, solve, layer)
                 if store is not None:
                     store.write(layer, block, *done)
             for record in done[1]:
@@ -139,10 +142,13 @@ def quantize_block(
     config: ModelConfig,
     method: Method,
     recipe: Recipe,
-    order: str,
+    solve: Callable[..., tuple[Int4Tensor, Report]],
     layer: int,
 ) -> tuple[BlockParams, list[dict[str, Any]]]:
-    """(the block quantised, a record of every linear) where the calibration's hidden states have come to it."""
+    """(the block quantised, a record of every linear) where the calibration's hidden states have come to it.
+
+    solve: `quant.gptq.gptq` with its settings, where the method feeds errors back.
+    """
     scales: dict[Stage, Float[Array, " k"]] = {}
     if method.scale:
         scales, block = fold_scales(block, calibration, config, recipe, layer)
@@ -154,7 +160,7 @@ def quantize_block(
         for name in stage.linears:
             weight = block[f"{name}/weight"]
             clip = _clip(weight, seen[first], recipe) if method.clip and name not in _UNCLIPPED else None
-            packed, report = _codes(weight, seen[first], scales.get(stage), clip, method, recipe, order)
+            packed, report = _codes(weight, seen[first], scales.get(stage), clip, method, recipe, solve)
             block = {**block, f"{name}/weight": packed}
             records.append({"block": layer, "linear": name, "shape": list(weight.shape), **report.as_dict()})
     return block, records
@@ -202,7 +208,7 @@ def _codes(
     clip: Float[Array, "groups n"] | None,
     method: Method,
     recipe: Recipe,
-    order: str,
+    solve: Callable[..., tuple[Int4Tensor, Report]],
 ) -> tuple[Int4Tensor, Report]:
     """The weight in codes. scale: what its rows are multiplied by and its inputs divided by; the report knows both."""
     rtn = None
@@ -212,7 +218,7 @@ def _codes(
     if not method.feedback:
         packed = round_to_nearest(weight, recipe, clip)
         return packed, measure(weight, packed, seen, rtn)
-    packed, report = gptq(weight, seen, recipe, order=order, clip=clip)
+    packed, report = solve(weight, seen, clip=clip)
     return packed, report if rtn is None else dataclasses.replace(report, rtn=rtn)
 
 
@@ -234,13 +240,15 @@ def _with_blocks(model: LanguageModel, blocks: BlockParams) -> LanguageModel:
     return dataclasses.replace(model, params={**model.params, "blocks": unflatten_dict(blocks, sep="/")})
 
 
-def check_method(method: str | None, order: str, calibrated: bool) -> str:
+def check_method(method: str | None, order: str, damping: float, calibrated: bool) -> str:
     """The method's name, `None` being what `quantize` says; raises ValueError for what it refuses."""
     method = ("gptq" if calibrated else "rtn") if method is None else method
     if method not in METHODS:
         raise ValueError(f"{_OP}: unknown {method=}. {did_you_mean(method, METHODS)}")
     if order not in ORDERS:
         raise ValueError(f"{_OP}: unknown {order=}. {did_you_mean(order, ORDERS)}")
+    if not 0 <= damping < float("inf"):
+        raise ValueError(f"{_OP}: {damping=} - must be finite and not negative. The paper's is 0.01.")
     if not calibrated and METHODS[method] != Method():
         raise ValueError(f"{_OP}: {method=} without batches - it looks at activations. Give calibration text.")
     return method

@@ -198,7 +198,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
         assert_same_bits(packed.params, whole.params)
         assert seen == all_records and first.stat().st_mtime_ns == written
 
-    changed: list[dict[str, Any]] = [{"method": "rtn"}, {"order": "none"}]
+    changed: list[dict[str, Any]] = [{"method": "rtn"}, {"order": "none"}, {"damping": 0.1}]
     for changes in changed:
         with pytest.raises(ValueError, match=f"holds blocks that were quantised otherwise .{next(iter(changes))}: "):
             quantize(model(), RECIPE, batches(), folder=folder, quiet=True, **changes)
@@ -274,6 +274,8 @@ def test_wrong_calls_are_told():
         quantize(model(), RECIPE, batches(), method="gptk")
     with pytest.raises(ValueError, match="unknown order='statik'. Did you mean 'static'?"):
         quantize(model(), RECIPE, batches(), order="statik")
+    with pytest.raises(ValueError, match="damping=-1 - must be finite"):
+        quantize(model(), RECIPE, batches(), damping=-1)
     with pytest.raises(ValueError, match="method='awq' without batches"):
         quantize(model(), RECIPE, method="awq")
     with pytest.raises(ValueError, match="blocks/attention/k/weight is quantised already"):

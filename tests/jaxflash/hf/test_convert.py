@@ -20,10 +20,11 @@ from jaxflash.generate import generate_tokens
 from jaxflash.hf.chat import chat
 from jaxflash.hf.convert import convert
 from jaxflash.hf.inspect import inspect
-from jaxflash.language_model import load
+from jaxflash.language_model import load, save
 from jaxflash.model import count_parameters
 from sharding.mesh import make_mesh
 from tests.jaxflash.hf.gguf_files import quantised_file, with_tokenizer
+from tests.jaxflash.hf.quantised import packed, same
 from tests.jaxflash.hf.test_golden import raw
 from tests.jaxflash.hf.tiny import GOLDEN, copy, edit
 from tests.jaxflash.test_tokenizer import write_bpe
@@ -172,12 +173,15 @@ def commands(*calls: list[str], cwd: Path) -> list[tuple[str, str, str]]:
 def test_the_command_line(hub, tmp_path):
     gguf = str(with_template(tmp_path / "x.gguf"))
     awq = copy("llama2", tmp_path)
-    edit(awq / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    edit(awq / "config.json", quantization_config={"quant_method": "awq", "bits": 8})
+    save(packed("asymmetric")[0], tmp_path / "gptq", format="gptq")
     convert_it = ["convert", str(hub), "out", "--to", "dense", "--dtype", "float32"]
-    inspected, converted, replied, *refused = commands(
+    inspected, converted, replied, requantised, shown, *refused = commands(
         ["inspect", str(hub)],
         convert_it,
         ["generate", "--model", gguf, "--chat", "--prompt", PROMPT, "--prompt", "cab", "--max-new-tokens", "3"],
+        ["convert", "gptq", "awq", "--to", "awq"],
+        ["inspect", "awq"],
         convert_it,
         ["inspect", "nothing"],
         ["inspect", str(awq)],
@@ -191,7 +195,18 @@ def test_the_command_line(hub, tmp_path):
     model = load(gguf)
     expected = [chat(model, prompt, Sampling(max_new_tokens=3)) for prompt in (PROMPT, "cab")]
     assert replied[:2] == ("0", "\n".join(expected) + "\n")
-    messages = ["nothing is written over", "does not exist", "quant_method='awq'", "Add --chat", "no tokenizer.json"]
+    assert requantised[0] == "0" and "14 4-bit weights, each read back and found the same" in requantised[2], (
+        requantised
+    )
+    assert same(load(tmp_path / "awq").params, packed("asymmetric")[0].params)
+    assert shown[0] == "0" and "INT4 awq, groups of 32" in shown[1] and "w4a16_matmul on cpu" in shown[1]
+    messages = [
+        "nothing is written over",
+        "does not exist",
+        "8 bits, which is not served",
+        "Add --chat",
+        "no tokenizer.json",
+    ]
     assert [code for code, _, _ in refused] == ["2"] * len(messages)
     for (_, _, stderr), message in zip(refused, messages, strict=True):
         assert message in stderr and "Traceback" not in stderr and len(stderr.strip().splitlines()) <= 2

@@ -15,14 +15,12 @@ import numpy as np
 import pytest
 
 from jaxflash.config import preset
-from jaxflash.hf import save as module
+from jaxflash.hf import pieces as module
 from jaxflash.hf.safetensors import INDEX, open_folder
 from jaxflash.language_model import LanguageModel, load, save
 from jaxflash.model import init_params
-from jaxflash.quantize import quantize
 from jaxflash.tokenizer import ByteTokenizer, NoTokenizer, load_tokenizer
 from pallas_kernels.dispatch import Unsupported
-from quant.tensor import Int4Tensor
 from tests.jaxflash.hf.tiny import GOLDEN
 from tests.jaxflash.test_tokenizer import write_bpe
 
@@ -113,18 +111,6 @@ def test_a_model_without_a_tokenizer_names_no_token(model, tmp_path):
     assert not (tmp_path / "x" / "generation_config.json").exists()
 
 
-def test_a_quantised_model_is_refused_before_writing(model, tmp_path):
-    packed = quantize(model)
-    count = sum(isinstance(leaf, Int4Tensor) for leaf in packed_leaves(packed.params))
-    with pytest.raises(Unsupported, match=f"save: {count} weights are packed to 4 bits, and only dense ones") as caught:
-        save(packed, tmp_path / "x")
-    assert count > 0 and caught.value.rejected and not list(tmp_path.iterdir())
-
-
-def packed_leaves(params):
-    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
-
-
 def test_the_current_folder_is_not_replaced(model, tmp_path, monkeypatch):
     """The shell that stands in it would stand in a deleted one."""
     monkeypatch.chdir(tmp_path)
@@ -168,8 +154,8 @@ def test_a_failed_write_leaves_nothing(model, tmp_path, monkeypatch):
             raise OSError("No space left on device")
         return real(*args)
 
-    real = module._fetch
-    monkeypatch.setattr(module, "_fetch", fails)
+    real = module.fetch_dense
+    monkeypatch.setattr(module, "fetch_dense", fails)
     with pytest.raises(OSError, match="No space left"):
         save(model, tmp_path / "x")
     assert len(calls) == 5 and not list(tmp_path.iterdir())
@@ -196,6 +182,7 @@ def test_a_kill_leaves_no_half_checkpoint(tmp_path):
     assert not out.exists() and [p.suffix for p in tmp_path.iterdir()] == [".partial"]
     save(load(GOLDEN / "llama3"), out)
     assert load(out).config == load(GOLDEN / "llama3").config
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]  # what the kill left is gone
 
 
 def test_half_precision_refuses_what_it_cannot_hold(model, tmp_path):
