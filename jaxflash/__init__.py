@@ -9,6 +9,8 @@ from jaxflash.config import preset as preset
 from jaxflash.config import train_preset as train_preset
 from jaxflash.demo import demo as demo
 from jaxflash.demo import demo_config as demo_config
+from jaxflash.evaluate import Perplexity as Perplexity
+from jaxflash.evaluate import evaluate as evaluate
 from jaxflash.explain import explain as explain
 from jaxflash.generate import generate as generate
 from jaxflash.hf.chat import chat as chat
@@ -20,7 +22,7 @@ from jaxflash.language_model import save as save
 from jaxflash.model import KVCache as KVCache
 from jaxflash.model import Transformer as Transformer
 from jaxflash.plot import loss_curve as loss_curve
-from jaxflash.quantization import quantize as quantize
+from jaxflash.quantize import quantize as quantize
 from jaxflash.train import Run as Run
 from jaxflash.train import train as train
 from pallas_kernels.attention.api import dot_product_attention as dot_product_attention

@@ -1,10 +1,12 @@
-"""The `jaxflash` command: `demo`, `train`, `generate`, `convert`, `inspect`, `explain`.
+"""The `jaxflash` command: `demo`, `train`, `generate`, `evaluate`, `quantize`, `convert`, `inspect`, `explain`.
 
 Flags are the configuration's own field names.
 """
 
 import argparse
 import dataclasses
+import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -18,17 +20,25 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from jaxflash import checkpoint
+from jaxflash.calibration import calibration_batches
 from jaxflash.config import DType, Sampling, TrainConfig, override, preset, train_preset
+from jaxflash.corpus.documents import find_files, read_documents
 from jaxflash.corpus.tokens import default_cache_dir
 from jaxflash.demo import DemoError, demo, demo_config
+from jaxflash.evaluate import evaluate
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
 from jaxflash.hf.convert import TARGETS, convert, written_bytes
+from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
-from jaxflash.language_model import load
+from jaxflash.language_model import LanguageModel, load, save
+from jaxflash.quantize import METHODS, check_method, quantize
+from jaxflash.quantize_report import summary, write_report
 from jaxflash.train import train
 from pallas_kernels.dispatch import Unsupported
 from quant.formats.api import WRITTEN
+from quant.gptq import ORDERS
+from quant.recipe import Recipe
 from sharding.mesh import parse_mesh, use_cpu_devices
 from sharding.names import did_you_mean
 
@@ -51,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for add in (_add_demo, _add_train, _add_generate, _add_convert, _add_inspect, _add_explain):
+    for add in (
+        _add_demo, _add_train, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect, _add_explain
+    ):  # fmt: skip
         add(commands)
     args, extra = parser.parse_known_args(argv)
     if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
@@ -164,6 +176,79 @@ def _generate(args: argparse.Namespace) -> None:
     texts = generate(model, args.prompt, sampling)
     for prompt, text in zip(args.prompt, texts, strict=True):
         print(prompt + text)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="PATH", help="a run's folder, a Hugging Face folder, a .gguf")
+    parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
+    parser.add_argument("--param-dtype", choices=_DTYPES, help="default: what holds the files' values exactly")
+    parser.add_argument("--compute-dtype", choices=_DTYPES, help="default: the model's")
+
+
+def _load(args: argparse.Namespace) -> LanguageModel:
+    model = load(args.model, step=args.step, param_dtype=args.param_dtype)
+    compute_dtype = args.compute_dtype or model.config.compute_dtype
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, compute_dtype=compute_dtype))
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = _command(commands, "evaluate", _evaluate, "Perplexity of a model on a text, with a 95 %% interval.")
+    _add_model(parser)
+    parser.add_argument("--data", nargs="+", required=True, metavar="FILE", help=".txt or .jsonl files, folders, globs")
+    parser.add_argument("--context", type=int, default=512, help="tokens a window (default 512)")
+    parser.add_argument("--stride", type=int, help="tokens from one window to the next (default: the context)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="the first N tokens only")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows at a time (default 8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    texts = read_documents(find_files(args.data))
+    found = evaluate(
+        _load(args), texts, context=args.context, stride=args.stride, max_tokens=args.max_tokens,
+        batch_size=args.batch_size,
+    )  # fmt: skip
+    print(json.dumps(dataclasses.asdict(found)) if args.json else found)
+
+
+def _add_quantize(commands: Any) -> None:
+    parser = _command(commands, "quantize", _quantize, "Quantise a model to 4 bits, or go on where a kill stopped.")
+    _add_model(parser)
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--method", default="gptq", help=f"{', '.join(METHODS)} (default gptq)")
+    parser.add_argument("--calibration", nargs="+", metavar="FILE", help=".txt or .jsonl files, folders, globs")
+    parser.add_argument("--rows", type=int, default=64, help="rows of calibration, from all over the text (default 64)")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens a row (default 512)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default 8)")
+    parser.add_argument("--format", default="compressed-tensors", choices=WRITTEN, help="of the files in --out")
+    parser.add_argument("--order", default="static", help=f"of rows in GPTQ: {', '.join(ORDERS)} (default static)")
+    parser.add_argument("--damping", type=float, default=0.01, help="of GPTQ; more where text is short (default 0.01)")
+    _add_fields(parser, Recipe, skip=frozenset())
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    recipe = override(Recipe(), _given(args, Recipe, skip=frozenset()))
+    out = Path(args.out).expanduser()
+    check_method(args.method, args.order, args.damping, args.calibration is not None)
+    check_room(out, 0)
+    model, batches = _load(args), None
+    sizes = {"rows": args.rows, "seq_len": args.seq_len, "batch_size": args.batch_size}
+    if args.calibration is not None:
+        batches = calibration_batches(
+            args.calibration, model.tokenizer, vocab_size=model.config.vocab_size, **sizes
+        )  # fmt: skip
+    records: list[dict[str, Any]] = []
+    unfinished = out.absolute().with_name(f".{out.name}.blocks")
+    how = {"method": args.method, "order": args.order, "damping": args.damping}
+    packed = quantize(model, recipe, batches, **how, folder=unfinished, on_record=records.append)
+    save(packed, out, format=args.format)
+    console = Console(stderr=True)
+    if records:
+        calibration = {"files": args.calibration, **sizes}
+        write_report(out, records, recipe, **how, calibration=calibration)
+        console.print(summary(records))
+    shutil.rmtree(unfinished, ignore_errors=True)
+    console.print(f"done, in {args.out}/", highlight=False)
 
 
 def _add_convert(commands: Any) -> None:

@@ -190,6 +190,13 @@ class Transformer(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
         return self._run(tokens, positions, segment_ids, None)[0]
 
+    def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """What the first block reads: the tokens' rows of the table, in the compute dtype."""
+        # Gathered over fsdp first: a lookup in rows split both ways would reshuffle what it finds. Cast last: a row's
+        # gradient is summed over all places of its token, which must not round to bfloat16.
+        table = constrain(self.table[...], "vocab", "table_width")
+        return constrain(table[tokens].astype(self.config.compute_dtype), "batch", "sequence", "act_embed")
+
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Float32 logits of `hidden` states; the table itself is the head where embeddings are tied."""
         if self.head is None:
@@ -218,10 +225,7 @@ class Transformer(nnx.Module):
 
     def _run(self, tokens, positions, segment_ids, cache) -> tuple[Array, Any]:
         c = self.config
-        # Gathered over fsdp first: a lookup in rows split both ways would reshuffle what it finds. Cast last: a row's
-        # gradient is summed over all places of its token, which must not round to bfloat16.
-        table = constrain(self.table[...], "vocab", "table_width")
-        x = constrain(table[tokens].astype(c.compute_dtype), "batch", "sequence", "act_embed")
+        x = self.embed(tokens)
         rope = rotary_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         graph, stacked = nnx.split(self.blocks)
 

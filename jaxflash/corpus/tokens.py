@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int32
 
 from jaxflash.corpus.documents import read_documents
 from jaxflash.tokenizer import Tokenizer
@@ -64,6 +65,17 @@ def tokenise(files: Sequence[Path], tokenizer: Tokenizer, *, cache_dir: str | Pa
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
     return _open(folder, key)
+
+
+def token_stream(texts: Iterable[str], tokenizer: Tokenizer, *, limit: int | None = None) -> Int32[np.ndarray, " n"]:
+    """The tokens of `texts`, each tokenised by itself, with nothing between them; only the first `limit` of them."""
+    parts, count = [np.zeros(0, np.int32)], 0
+    for text in texts:
+        if limit is not None and count >= limit:
+            break
+        parts.append(tokenizer.encode(text))
+        count += len(parts[-1])
+    return np.concatenate(parts)[:limit]
 
 
 def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:

@@ -109,8 +109,11 @@ class _Arithmetic:
         return (x / (1 + np.exp(-x))).astype(self.dtype)
 
 
-def logits(params, config, tokens, *, positions=None, segments=None, dtype: Any = np.float64):
-    """(T,) tokens -> (T, V) logits. Keys of another segment, later keys and keys outside the window are not seen."""
+def logits(params, config, tokens, *, positions=None, segments=None, dtype: Any = np.float64, watch=None):
+    """(T,) tokens -> (T, V) logits. Keys of another segment, later keys and keys outside the window are not seen.
+
+    watch: called with the block, the name and the inputs (T, K) of every linear.
+    """
     c, ops = config, _Arithmetic(dtype)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     length, group = len(tokens), c.n_heads // c.n_kv_heads
@@ -120,10 +123,16 @@ def logits(params, config, tokens, *, positions=None, segments=None, dtype: Any 
     x = params["table"][np.asarray(tokens)].astype(ops.dtype)
     for index in range(c.n_layers):
         block = jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"])
-        attention, mlp = block["attention"], block["mlp"]
+        attention = block["attention"]
 
-        def project(name, heads, h, attention=attention):
-            y = ops.matmul(h, attention[name]["weight"])
+        def linear(name, h, index=index, block=block):
+            if watch is not None:
+                watch(index, name, h)
+            part, _, name = name.partition("/")
+            return ops.matmul(h, block[part][name]["weight"])
+
+        def project(name, heads, h, attention=attention, linear=linear):
+            y = linear(f"attention/{name}", h)
             if c.qkv_bias:
                 y = y + attention[name]["bias"].astype(ops.dtype)
             y = y.reshape(length, heads, c.head_dim)
@@ -145,10 +154,10 @@ def logits(params, config, tokens, *, positions=None, segments=None, dtype: Any 
                 seen = [s for s in seen if t - s < c.sliding_window]
             for head in range(c.n_heads):
                 mixed[t, head] = ops.attend(q[t, head], k[seen, head // group], v[seen, head // group])
-        x = x + ops.matmul(mixed.reshape(length, -1), attention["out"]["weight"])
+        x = x + linear("attention/out", mixed.reshape(length, -1))
         h = ops.norm(x, block["mlp_norm"]["scale"], c.norm_eps)
-        hidden = ops.silu(ops.matmul(h, mlp["gate"]["weight"])) * ops.matmul(h, mlp["up"]["weight"])
-        x = x + ops.matmul(hidden, mlp["down"]["weight"])
+        hidden = ops.silu(linear("mlp/gate", h)) * linear("mlp/up", h)
+        x = x + linear("mlp/down", hidden)
     x = ops.norm(x, params["norm"]["scale"], c.norm_eps)
     head = params["table"].T if c.tie_embeddings else params["head"]["weight"]
     return x.astype(ops.wide) @ head.astype(ops.dtype).astype(ops.wide)

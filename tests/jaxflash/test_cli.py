@@ -60,6 +60,9 @@ def test_train_on_a_mesh_continue_and_generate(tmp_path):
         (["train", "--data", "empty.txt"], "empty.txt"),
         (["train", "--mesh", "fsdp=3"], "JAX_NUM_CPU_DEVICES"),
         (["generate", "--model", "nothing", "--prompt", "x"], "'nothing' does not exist"),
+        (["quantize", "--model", "nothing", "--out", "o", "--method", "gptk"], "Did you mean 'gptq'?"),
+        (["quantize", "--model", "nothing", "--out", "o"], "method='gptq' without batches"),
+        (["evaluate", "--model", "nothing", "--data", "missing.txt"], "missing.txt"),
         (["explain", "--preset", "1c"], "Did you mean '1b'?"),
     ],
 )
@@ -100,5 +103,5 @@ def test_explain_names_the_choice_and_the_reasons(tmp_path):
 
 def test_help_lists_every_command(tmp_path):
     result = jaxflash("--help", cwd=tmp_path)
-    for command in ("demo", "train", "generate", "explain"):
+    for command in ("demo", "train", "generate", "evaluate", "quantize", "explain"):
         assert command in result.stdout

@@ -16,7 +16,7 @@ from jaxflash.hf.inspect import inspect
 from jaxflash.hf.save import FileFormat
 from jaxflash.language_model import load, save
 from jaxflash.model import abstract
-from jaxflash.quantization import quantize
+from jaxflash.quantize import quantize
 from quant.recipe import Recipe
 from quant.tensor import Int4Tensor
 from sharding.mesh import make_mesh

@@ -13,7 +13,7 @@ from jaxflash.config import Sampling
 from jaxflash.generate import generate
 from jaxflash.language_model import LanguageModel
 from jaxflash.model import abstract
-from jaxflash.quantization import quantize
+from jaxflash.quantize import quantize
 from jaxflash.tokenizer import ByteTokenizer
 from quant import split
 from quant.recipe import Recipe
