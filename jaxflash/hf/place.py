@@ -38,8 +38,10 @@ def layout(config: ModelConfig, mesh: Mesh) -> tuple[Any, Any]:
       ValueError: a mesh that the model does not divide over.
     """
     _, shapes, axes = abstract(config)
-    rules.check(shapes, axes, mesh, units=axis_units(config))
-    return shapes, rules.shardings(axes, mesh)
+    units = axis_units(config)
+    table = rules.fitted(mesh, units)
+    rules.check(shapes, axes, mesh, units, table)
+    return shapes, rules.shardings(axes, mesh, table)
 
 
 def put_on_mesh(

@@ -169,7 +169,7 @@ def test_another_shape_is_refused_instead_of_compiled(small):
         ({"batch_size": 16, "accumulate": 4, "mesh": {"data": 8}}, r"4 rows at a time.*nearest batch_size.*is 32"),
         ({"mesh": {"fsdp": 16}}, r"8"),
         ({"mesh": {"tenser": 2}}, r"tensor"),
-        ({"model.n_kv_heads": 2, "mesh": {"tensor": 8}}, r"kv_heads.*tensor"),
+        ({"model.n_kv_heads": 2, "model.n_heads": 12, "mesh": {"tensor": 8}}, r"heads.*tensor"),
         ({"data": ("/nowhere/at-all.txt",)}, r"/nowhere/at-all.txt"),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"/nowhere/tokenizer.json"),
         ({"model.vocab_size": 128}, r"128"),
