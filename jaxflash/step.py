@@ -138,7 +138,7 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
     check_layout(config, mesh)
     _, _, axes = abstract(config.model)
     tx, schedule = make_optimizer(config, axes)
-    grad, loss = _functions(config, mesh)
+    grad, loss = loss_functions(config, mesh)
 
     def init() -> TrainState:
         params = init_params(config.model, config.seed)
@@ -169,7 +169,7 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
         )
 
 
-def _functions(config: TrainConfig, mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def loss_functions(config: TrainConfig, mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """`gradients` of (params, batch) and `loss_sum` of (params, rows): over the mesh's stages, or without any."""
     schedule = stages.schedule_of(config, mesh)
     if schedule is not None:
