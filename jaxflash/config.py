@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sharding.names import did_you_mean
+from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
 Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class TrainConfig:
     loss_chunk: int = 1024
     seed: int = 0
     mesh: Mapping[str, int] = field(default_factory=dict)
-    schedule: Schedule = "1f1b"
+    schedule: ScheduleName = "1f1b"
     stage_chunks: int = 2
     out: str | None = None
     eval_every: int = 0

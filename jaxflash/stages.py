@@ -29,18 +29,34 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
 
 
 def check(config: TrainConfig, mesh: Mesh) -> None:
-    """Refuses a pipeline in which some chunk would have no layer.
+    """Refuses a pipeline in which some chunk would have no layer, or that has no way to store its layers evenly.
 
     Raises:
       ValueError: names the number of layers, the chunks, and what works.
     """
     schedule = schedule_of(config, mesh)
-    layers = config.model.n_layers
-    if schedule is not None and schedule.stages * schedule.chunks > layers:
+    if schedule is None:
+        return
+    layers, width = config.model.n_layers, config.model.d_model
+    if schedule.stages * schedule.chunks > layers:
         chunks = f" of {schedule.chunks} chunks each (stage_chunks)" if schedule.chunks > 1 else ""
         remedy = f"Use at most stage={layers // schedule.chunks}" if schedule.chunks <= layers else "Use fewer chunks"
         raise ValueError(
             f"train: {schedule.stages} stages{chunks} for n_layers={layers} - every one needs a layer. {remedy}."
+        )
+    pieces = mesh.shape["fsdp"] * schedule.stages
+    if not layout_rules(config, mesh)["layer"] and width % pieces:
+        alone = schedule.chunks == 1
+        why = f"n_layers={layers} over stage={schedule.stages}" if alone else "interleaved"
+        works = [
+            ways
+            for ways in range(1, layers // schedule.chunks + 1)
+            if (alone and layers % ways == 0) or width % (mesh.shape["fsdp"] * ways) == 0
+        ]
+        raise ValueError(
+            f"train: d_model={width} is not divisible by fsdp*stage={pieces} - along it layers are split that are not "
+            f"split over stages one after the other ({why}). "
+            f"Use stage={' or '.join(map(str, works))}, or another fsdp."
         )
 
 

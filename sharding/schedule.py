@@ -93,8 +93,8 @@ class Slot:
 def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
     """The `Schedule` called "gpipe" (1811.06965), "1f1b" (PipeDream-flush, 2006.09503) or "interleaved" (2104.04473).
 
-    gpipe runs all forward before the first backward, and keeps M inputs a stage. The others begin a microbatch's
-    backward as soon as its forward is through, and keep 2 v S - 1. chunks: above 1 for "interleaved" alone.
+    gpipe runs all forward before the first backward, and has room for M + S - 1 inputs a stage. The others begin a
+    microbatch's backward as soon as its forward is through, and have for 2 v S - 1. chunks: above 1 for "interleaved".
 
     Raises:
         ValueError: an unknown name, sizes below 1, or chunks that the schedule does not have.
