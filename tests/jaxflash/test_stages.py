@@ -54,15 +54,16 @@ def test_the_trainer_runs_over_stages(tiny, capfd):
 
 @pytest.mark.slow
 def test_a_run_moves_between_numbers_of_stages_and_schedules(tiny, tmp_path):
-    config = override(tiny, {"schedule_steps": 8, "out": str(tmp_path), "model.n_layers": 6})
-    whole = train(dataclasses.replace(config, out=None, steps=8), quiet=True)
-    meshes = [({"stage": 4}, "1f1b"), ({"stage": 3, "data": 2}, "gpipe"), ({"data": 1}, "gpipe"), (ALL, "interleaved")]
-    for i, (mesh, schedule) in enumerate(meshes):
-        moved = dataclasses.replace(config, steps=2 * (i + 1), mesh=mesh, schedule=schedule)
-        run = train(moved, quiet=True)
-        again = train(dataclasses.replace(moved, mesh={"data": 1}), quiet=True)  # takes no step: restores
-        assert bits(again.state) == bits(run.state)
-    np.testing.assert_allclose(run.curve()[1], whole.curve()[1], rtol=WITHIN)
+    """Six layers: four stages cannot hold them evenly, and interleaved ones hold them in turns."""
+    config = override(tiny, {"schedule_steps": 6, "steps": 2, "out": str(tmp_path), "model.n_layers": 6})
+    saved = train(dataclasses.replace(config, mesh={"stage": 4}, schedule="gpipe"), quiet=True)
+    restored = train(config, quiet=True)  # takes no step
+    assert bits(restored.state) == bits(saved.state)
+    moved = train(dataclasses.replace(config, steps=4, mesh=ALL, schedule="interleaved"), quiet=True)
+    restored = train(dataclasses.replace(config, steps=4), quiet=True)
+    assert bits(restored.state) == bits(moved.state)
+    whole = train(dataclasses.replace(config, steps=4, out=None), quiet=True)
+    np.testing.assert_allclose(restored.curve()[1], whole.curve()[1], rtol=WITHIN)
 
 
 def gradients_on(config: TrainConfig):
@@ -83,11 +84,9 @@ def gradients_on(config: TrainConfig):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh": ALL},
-        {"mesh": ALL, "schedule": "gpipe", "model.tie_embeddings": True, "model.remat": "full"},
+        {"mesh": ALL, "schedule": "gpipe", "model.tie_embeddings": True, "model.remat": "full", "loss_chunk": 7},
         {"mesh": {"stage": 4, "fsdp": 2}, "model.n_layers": 7, "batch_size": 12, "accumulate": 3},
-        {"mesh": {"stage": 2, "tensor": 4}, "schedule": "interleaved", "model.n_layers": 5, "model.n_kv_heads": 2},
-        {"mesh": ALL, "schedule": "interleaved", "loss_chunk": 7, "accumulate": 4, "model.qkv_bias": True},
+        {"mesh": {"stage": 2, "tensor": 4}, "schedule": "interleaved", "model.n_layers": 5, "model.qkv_bias": True},
     ],
 )
 def test_gradients_are_those_of_one_device(tiny, changes):

@@ -98,11 +98,9 @@ CASES = [
     ("interleaved", 2, {"data": 2, "fsdp": 2, "stage": 2}, 6, 3),
 ]
 SLOW = [
-    ("1f1b", 1, {"fsdp": 2, "stage": 2, "tensor": 2}, 4, 3),
     ("gpipe", 1, {"fsdp": 2, "stage": 2, "tensor": 2}, 4, 3),
     ("1f1b", 1, {"stage": 8}, 61, 3),
     ("1f1b", 1, {"data": 2, "stage": 4}, 4, 1),
-    ("gpipe", 1, {"fsdp": 2, "stage": 4}, 7, 5),
     ("interleaved", 2, {"stage": 4, "tensor": 2}, 9, 6),
     ("interleaved", 3, {"fsdp": 4, "stage": 2}, 6, 5),
 ]

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import AXES, make_mesh
-from sharding.rules import RULES, bytes_per_device, check, constrain, shardings, spec, state_shardings
+from sharding.rules import RULES, bytes_per_device, check, constrain, copies, fitted, shardings, spec, state_shardings
 
 
 def mesh_of(sizes):
@@ -72,6 +72,30 @@ def test_check_reports_everything_at_once():
     check({"fine": shapes["fine"]}, {"fine": axes["fine"]}, mesh)
     with pytest.raises(ValueError, match="no multiple of its 5 units"):
         check({"q": array(8, 64)}, {"q": ("embed", "heads")}, mesh, {"heads": 5})
+
+
+@pytest.mark.parametrize(
+    ("units", "dealt", "layer", "embed", "kv_heads"),
+    [
+        ({"layer": 8, "kv_heads": 4}, False, ("stage",), ("fsdp",), ("tensor",)),
+        ({}, False, ("stage",), ("fsdp",), ("tensor",)),
+        ({"layer": 6, "kv_heads": 2}, False, (), ("fsdp", "stage"), ()),
+        ({"layer": 8, "kv_heads": 8}, True, (), ("fsdp", "stage"), ("tensor",)),
+    ],
+)
+def test_rules_give_way_where_they_do_not_fit(units, dealt, layer, embed, kv_heads):
+    table = fitted(AbstractMesh((1, 2, 4, 4), AXES), units, dealt=dealt)
+    assert (table["layer"], table["embed"], table["norm"], table["kv_heads"]) == (layer, embed, embed, kv_heads)
+    assert {name for name in RULES if table[name] != RULES[name]} <= {"layer", "embed", "norm", "kv_heads"}
+    one_stage = fitted(AbstractMesh((1, 2, 1, 4), AXES), units, dealt=dealt)
+    assert one_stage["layer"] == RULES["layer"] and one_stage["embed"] == RULES["embed"]
+
+
+def test_copies_fill_the_devices():
+    assert copies("act_heads", 3) == 1
+    with jax.set_mesh(make_mesh({"tensor": 4})):
+        assert [copies("act_heads", heads) for heads in (1, 2, 3, 4, 6, 8)] == [4, 2, 4, 1, 2, 1]
+        assert copies("act_embed", 3) == 1
 
 
 def test_a_mesh_without_the_axes_is_named():
