@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sharding.names import did_you_mean
+from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
@@ -85,9 +86,11 @@ class TrainConfig:
 
     data: files, folders or globs of .txt and .jsonl (None: the shipped corpus). tokenizer: "byte" or the path of a
     tokenizer.json. seq_len: tokens a row; batch_size: rows an optimizer step over the whole mesh, of which
-    `accumulate` equal parts are computed one after the other. Learning rate: linear over `warmup_steps`, then a cosine
-    to `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`). eval_every, checkpoint_every: steps
-    (0: only at the end). eval_batches: batches an evaluation (0: the whole validation split).
+    `accumulate` equal parts are computed one after the other: the microbatches of a pipeline, if the mesh has stages.
+    These take turns by `schedule`, each with one run of layers or, interleaved, with `stage_chunks`. Learning rate:
+    linear over `warmup_steps`, then a cosine to `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`).
+    eval_every, checkpoint_every: steps (0: only at the end). eval_batches: batches an evaluation
+    (0: the whole validation split).
     """
 
     model: ModelConfig
@@ -110,6 +113,8 @@ class TrainConfig:
     loss_chunk: int = 1024
     seed: int = 0
     mesh: Mapping[str, int] = field(default_factory=dict)
+    schedule: ScheduleName = "1f1b"
+    stage_chunks: int = 2
     out: str | None = None
     eval_every: int = 0
     eval_batches: int = 0
@@ -124,6 +129,11 @@ class TrainConfig:
         for name in ("seq_len", "batch_size", "accumulate", "steps", "decay_steps", "loss_chunk", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must be at least 1.")
+        if self.stage_chunks < 2:
+            raise ValueError(
+                f"TrainConfig: stage_chunks={self.stage_chunks} - interleaved stages have at least 2 runs of layers. "
+                "With one each, the schedule is '1f1b'."
+            )
         for name in ("warmup_steps", "eval_every", "eval_batches", "checkpoint_every", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must not be negative.")
@@ -155,7 +165,9 @@ class TrainConfig:
 
 
 # What may change between two calls that continue one run: how far, where, and how often it reports.
-RESUMABLE = frozenset({"steps", "mesh", "out", "eval_every", "eval_batches", "checkpoint_every", "keep"})
+RESUMABLE = frozenset(
+    {"steps", "mesh", "schedule", "stage_chunks", "out", "eval_every", "eval_batches", "checkpoint_every", "keep"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)

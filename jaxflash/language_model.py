@@ -13,11 +13,10 @@ from jaxflash.config import DType, ModelConfig
 from jaxflash.gguf.model import open_gguf
 from jaxflash.gguf.tokenizer import gguf_tokenizer
 from jaxflash.hf.load import is_hub_folder, load_params, open_checkpoint
-from jaxflash.hf.place import OnTensor
+from jaxflash.hf.place import OnTensor, layout
 from jaxflash.hf.save import FileDType, FileFormat, save_folder
-from jaxflash.model import Transformer, abstract, axis_units
+from jaxflash.model import Transformer, abstract
 from jaxflash.tokenizer import HFTokenizer, NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
-from sharding import rules
 from sharding.mesh import make_mesh
 
 
@@ -112,11 +111,7 @@ def save(
 def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None) -> LanguageModel:
     config = checkpoint.read_config(run)
     model = config.model
-    _, shapes, axes = abstract(model)
-    rules.check(shapes, axes, mesh, units=axis_units(model))
-    laid_out = jax.tree.map(
-        lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, rules.shardings(axes, mesh)
-    )
+    laid_out = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), *layout(model, mesh))
     params, _ = checkpoint.load_params(run, laid_out, step)
     if param_dtype is not None and param_dtype != model.param_dtype:
         model = dataclasses.replace(model, param_dtype=param_dtype)

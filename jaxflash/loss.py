@@ -23,7 +23,9 @@ def cross_entropy(
     logits = jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0)
     # Shifted before the target is taken: the difference of two large numbers would lose the small loss.
     logits = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    # By comparison, which goes into the sum's own pass and splits like it; a gather over a split vocabulary does not.
+    ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+    chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(axis=-1)
     nats = jnp.log(jnp.exp(logits).sum(axis=-1)) - chosen
     return jnp.where(mask, nats, 0.0).sum(), mask.sum().astype(jnp.float32)
 

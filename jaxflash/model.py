@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxflash.config import ModelConfig
 from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_table, rotate
 from pallas_kernels.attention.api import dot_product_attention
-from sharding.rules import constrain
+from sharding.lookup import take_rows
+from sharding.rules import constrain, copies
 
 _policies = jax.checkpoint_policies
 _save_attention = _policies.save_only_these_names("attention_out", "attention_lse")
@@ -87,7 +88,10 @@ class Attention(nnx.Module):
         q = self.q(x).reshape(b, t, c.n_heads, c.head_dim)
         k = self.k(x).reshape(b, t, c.n_kv_heads, c.head_dim)
         v = self.v(x).reshape(b, t, c.n_kv_heads, c.head_dim)
-        q, k, v = (constrain(a, "batch", "sequence", "act_heads", "head_dim") for a in (q, k, v))
+        repeats = copies("act_heads", c.n_kv_heads)
+        split = "act_heads" if repeats == 1 else None
+        q = constrain(q, "batch", "sequence", "act_heads", "head_dim")
+        k, v = (constrain(a, "batch", "sequence", split, "head_dim") for a in (k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
@@ -97,6 +101,13 @@ class Attention(nnx.Module):
             out = self._attend_cache(q, layer, cache)
         else:
             window = None if c.sliding_window is None else (c.sliding_window - 1, 0)
+            if (
+                repeats > 1
+            ):  # fewer than the devices that the query heads are split over: each device takes the one it needs
+                k, v = (
+                    constrain(jnp.repeat(a, repeats, axis=2), "batch", "sequence", "act_heads", "head_dim")
+                    for a in (k, v)
+                )
             out = dot_product_attention(
                 q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention
             )
@@ -195,7 +206,8 @@ class Transformer(nnx.Module):
         # Gathered over fsdp first: a lookup in rows split both ways would reshuffle what it finds. Cast last: a row's
         # gradient is summed over all places of its token, which must not round to bfloat16.
         table = constrain(self.table[...], "vocab", "table_width")
-        return constrain(table[tokens].astype(self.config.compute_dtype), "batch", "sequence", "act_embed")
+        x = take_rows(table, tokens).astype(self.config.compute_dtype)
+        return constrain(x, "batch", "sequence", "act_embed")
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Float32 logits of `hidden` states; the table itself is the head where embeddings are tied."""
@@ -224,21 +236,35 @@ class Transformer(nnx.Module):
         return self.logits(hidden)[:, 0], dataclasses.replace(filled, lengths=cache.lengths + 1)
 
     def _run(self, tokens, positions, segment_ids, cache) -> tuple[Array, Any]:
-        c = self.config
-        x = self.embed(tokens)
-        rope = rotary_table(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        graph, stacked = nnx.split(self.blocks)
-
-        # The cache is carried, not scanned over: a loop updates its carry in place and would copy what it scans.
-        def one(carry, xs):
-            x, cache = carry
-            params, layer = xs
-            return nnx.merge(graph, params)(x, rope, segment_ids, layer, cache), None
-
-        if c.remat != "none" and cache is None:
-            one = jax.checkpoint(one, policy=REMAT_POLICIES[c.remat], prevent_cse=False)
-        (x, cache), _ = jax.lax.scan(one, (x, cache), (stacked, jnp.arange(c.n_layers)))
+        x, cache = run_blocks(self.config, self.blocks, self.embed(tokens), positions, segment_ids, cache)
         return self.norm(x), cache
+
+
+def run_blocks(
+    config: ModelConfig,
+    blocks: Block,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"] | None,
+    cache: KVCache | None = None,
+    live: Bool[Array, " n"] | None = None,
+) -> tuple[Float[Array, "b t d"], KVCache | None]:
+    """x after the n blocks that are stacked in `blocks`, and the cache; those that are not `live` leave x as it is."""
+    rope = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    graph, stacked = nnx.split(blocks)
+    layers = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
+
+    # The cache is carried, not scanned over: a loop updates its carry in place and would copy what it scans.
+    def one(carry, xs):
+        x, cache = carry
+        params, layer, live = xs
+        y, cache = nnx.merge(graph, params)(x, rope, segment_ids, layer, cache)
+        return (y if live is None else jnp.where(live, y, x), cache), None
+
+    if config.remat != "none" and cache is None:
+        one = jax.checkpoint(one, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+    (x, cache), _ = jax.lax.scan(one, (x, cache), (stacked, layers, live))
+    return x, cache
 
 
 def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
@@ -276,8 +302,8 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def axis_units(config: ModelConfig) -> dict[str, int]:
-    """What a logical axis really counts where its dim is a multiple of it: heads, not heads times head_dim."""
-    return {"heads": config.n_heads, "kv_heads": config.n_kv_heads}
+    """What the logical axes of a model's own count: layers, and heads, of which a dim holds heads times head_dim."""
+    return {"layer": config.n_layers, "heads": config.n_heads, "kv_heads": config.n_kv_heads}
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

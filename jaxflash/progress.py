@@ -26,7 +26,7 @@ class Progress:
 
     mfu: model FLOP utilisation that one token a second would be, None where the device's peak is unknown (then it is
     neither shown nor recorded). Float32 runs are held against the bfloat16 peak too; packed documents count as full
-    rows.
+    rows. bubble: the part of their time that pipeline stages have nothing to do, None without stages.
     """
 
     def __init__(
@@ -38,12 +38,13 @@ class Progress:
         on_record: Callable[[dict[str, Any]], None] | None,
         quiet: bool,
         mfu: float | None,
+        bubble: float | None = None,
     ):
         self.records: list[dict[str, Any]] = []
         self._path = path / "metrics.jsonl" if path is not None and jax.process_index() == 0 else None
         if self._path is not None:
             self.records = read_records(self._path)
-        self._on_record, self._mfu = on_record, mfu
+        self._on_record, self._mfu, self._bubble = on_record, mfu, bubble
         self._text, self._validation = "{}", ""  # what the bar shows, with a place for the validation loss
         self._speed: float | None = None
         self._bar = Bar(
@@ -91,6 +92,9 @@ class Progress:
         if self._mfu is not None:
             record["mfu"] = speed * self._mfu
             self._text += f"  MFU {self._speed * self._mfu:.1%}"
+        if self._bubble is not None:
+            record["bubble"] = self._bubble
+            self._text += f"  bubble {self._bubble:.1%}"
         self._log(record)
         self._bar.update(self._task, completed=step, text=self._text.format(self._validation))
 

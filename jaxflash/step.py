@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxflash import stages
 from jaxflash.checkpoint import TrainState
 from jaxflash.config import TrainConfig
 from jaxflash.loss import chunked_cross_entropy
@@ -78,16 +79,15 @@ def gradients(graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int) 
 
 
 def train_step(
-    graph: Any,
+    gradients: Callable[[Any, Any], tuple[Any, jax.Array, jax.Array]],
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
-    chunk: int,
     shardings: Any,
     state: TrainState,
     batch: dict[str, jax.Array],
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step; pure. shardings: the parameters', which their gradients take too."""
-    grads, total, count = gradients(graph, state.params, batch, chunk)
+    """One optimizer step; pure. gradients: of (params, batch); shardings: the parameters', which these take too."""
+    grads, total, count = gradients(state.params, batch)
     grads = jax.lax.with_sharding_constraint(grads, shardings)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -100,9 +100,14 @@ def train_step(
     return TrainState(params, opt_state, state.step + 1), metrics
 
 
-def eval_step(graph: Any, chunk: int, params: Any, sums: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+def eval_step(
+    loss_sum: Callable[[Any, Any], tuple[jax.Array, jax.Array]],
+    params: Any,
+    sums: jax.Array,
+    rows: dict[str, jax.Array],
+) -> jax.Array:
     """`sums + (loss sum, token count)` of (b, T) rows."""
-    return sums + jnp.stack(loss_sum(graph, params, rows, chunk))
+    return sums + jnp.stack(loss_sum(params, rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +136,9 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
       ValueError: a parameter's dim, the heads or the batch do not divide over the mesh; all are named at once.
     """
     check_layout(config, mesh)
-    graph, _, axes = abstract(config.model)
+    _, _, axes = abstract(config.model)
     tx, schedule = make_optimizer(config, axes)
+    grad, loss = loss_functions(config, mesh)
 
     def init() -> TrainState:
         params = init_params(config.model, config.seed)
@@ -142,15 +148,15 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
 
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
-        params = rules.shardings(axes, mesh)
+        params = rules.shardings(axes, mesh, stages.layout_rules(config, mesh))
         opt_state = rules.state_shardings(tx, shapes.opt_state, params, mesh)
         shardings = TrainState(params, opt_state, NamedSharding(mesh, P()))
         state = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
 
-        step = functools.partial(train_step, graph, tx, schedule, config.loss_chunk, params)
+        step = functools.partial(train_step, grad, tx, schedule, params)
         replicated = NamedSharding(mesh, P())
         step = jax.jit(step, out_shardings=(shardings, replicated), donate_argnums=0)
-        evaluate = jax.jit(functools.partial(eval_step, graph, config.loss_chunk), out_shardings=replicated)
+        evaluate = jax.jit(functools.partial(eval_step, loss), out_shardings=replicated)
         rows = _abstract_rows(config, mesh)
         sums = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=replicated)
         micro = {k: _micro(v, mesh) for k, v in rows.items()}
@@ -163,6 +169,16 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
         )
 
 
+def loss_functions(config: TrainConfig, mesh: Mesh) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`gradients` of (params, batch) and `loss_sum` of (params, rows): over the mesh's stages, or without any."""
+    schedule = stages.schedule_of(config, mesh)
+    if schedule is not None:
+        pipeline = stages.Pipeline(config, mesh, schedule)
+        return pipeline.gradients, pipeline.loss_sum
+    graph, chunk = abstract(config.model)[0], config.loss_chunk
+    return functools.partial(gradients, graph, chunk=chunk), functools.partial(loss_sum, graph, chunk=chunk)
+
+
 def check_layout(config: TrainConfig, mesh: Mesh) -> None:
     """All that can be known of a run on a mesh before data is read: batch, parameters, heads, implementation.
 
@@ -171,8 +187,9 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
     """
     if config.model.attention is not None:
         dispatch.find(IMPLEMENTATIONS, "train", config.model.attention)
+    stages.check(config, mesh)
     _, shapes, axes = abstract(config.model)
-    rules.check(shapes, axes, mesh, units=axis_units(config.model))
+    rules.check(shapes, axes, mesh, axis_units(config.model), stages.layout_rules(config, mesh))
     ways = math.prod(mesh.shape[axis] for axis in rules.RULES["batch"])
     rows = config.batch_size // config.accumulate
     if rows % ways:

@@ -23,6 +23,7 @@ from jaxflash.data import Batch, Dataset, batches, open_dataset, validation_batc
 from jaxflash.language_model import LanguageModel
 from jaxflash.model import flops_per_token
 from jaxflash.progress import Progress, StopRequest, keep_records
+from jaxflash.stages import schedule_of
 from jaxflash.step import Program, check_layout, compile_program
 from jaxflash.tokenizer import load_tokenizer
 from pallas_kernels.device import current_device, peak_flops
@@ -95,7 +96,10 @@ def train(
         if path is not None:
             # Rows written after the checkpoint belong to steps that are about to be taken again.
             keep_records(path / "metrics.jsonl", up_to=first)
-        with Progress(config, path, first=first, on_record=on_record, quiet=quiet, mfu=_mfu(config, mesh)) as progress:
+        report: dict[str, Any] = dict(
+            on_record=on_record, quiet=quiet, mfu=_mfu(config, mesh), bubble=_bubble(config, mesh)
+        )
+        with Progress(config, path, first=first, **report) as progress:
             state = _loop(config, program, dataset, state, first, saved, progress, stop)
             return Run(config, path, progress.records, state, dataset, stop.reason)
 
@@ -163,6 +167,11 @@ def _mfu(config: TrainConfig, mesh: Mesh) -> float | None:
     """MFU of one token a second over the mesh; None where the device's peak is not known."""
     peak = peak_flops(current_device())
     return None if peak is None else flops_per_token(config.model, config.seq_len) / (peak * mesh.size)
+
+
+def _bubble(config: TrainConfig, mesh: Mesh) -> float | None:
+    schedule = schedule_of(config, mesh)
+    return None if schedule is None else schedule.bubble(config.model.n_layers)
 
 
 def _due(every: int, step: int) -> bool:

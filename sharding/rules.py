@@ -31,7 +31,7 @@ RULES: Rules = MappingProxyType(
         "act_mlp": ("tensor",),
         "act_vocab": ("tensor",),
         # Parameters.
-        "layer": (),
+        "layer": ("stage",),
         "embed": ("fsdp",),
         "heads": ("tensor",),
         "kv_heads": ("tensor",),
@@ -57,7 +57,7 @@ def spec(names: Names, rules: Rules = RULES) -> P:
         ValueError: a name that `rules` lacks, or two dimensions on one mesh axis.
 
     >>> spec(("layer", "embed", "mlp"))
-    P(None, 'fsdp', 'tensor')
+    P('stage', 'fsdp', 'tensor')
     """
     owner: dict[str, str] = {}
     for name in names:
@@ -72,6 +72,40 @@ def spec(names: Names, rules: Rules = RULES) -> P:
             owner[axis] = str(name)
     entries = (rules[name] if name else () for name in names)
     return P(*(axes if len(axes) > 1 else axes[0] if axes else None for axes in entries))
+
+
+def fitted(mesh: Mesh | AbstractMesh, units: Mapping[str, int], rules: Rules = RULES, *, dealt: bool = False) -> Rules:
+    """`rules` for a model that two of them do not fit, so that no shape of a parameter depends on the mesh.
+
+    Key/value heads that do not divide over their axis are whole on each of its devices (`copies` then gives every
+    device one). Layers that do not divide over theirs, or are `dealt`, are all on every stage, each cut along `embed`
+    and `norm` instead: as little memory, and the stages exchange them once a step (`sharding.chunks`).
+
+    Args:
+        mesh: the mesh to fit.
+        units: what the logical axes of the model count; those that it does not name are taken to fit.
+        rules: logical axis -> mesh axes.
+        dealt: no stage has consecutive layers (an interleaved pipeline).
+    """
+
+    def fits(name: str) -> bool:
+        return name not in units or units[name] % _extent(rules[name], mesh) == 0
+
+    changed = {} if fits("kv_heads") else {"kv_heads": ()}
+    if not fits("layer") or (dealt and _extent(rules["layer"], mesh) > 1):
+        changed |= {"layer": ()} | {name: rules[name] + rules["layer"] for name in ("embed", "norm")}
+    return MappingProxyType({**rules, **changed})
+
+
+def copies(name: str, size: int, rules: Rules = RULES) -> int:
+    """How often each of `size` parts is repeated for the parts to divide over the axes of `name`, on the mesh in force.
+
+    >>> copies("act_heads", 2)  # no mesh
+    1
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = math.prod(mesh.shape[axis] for axis in rules[name] if axis in mesh.shape and axis not in mesh.manual_axes)
+    return math.lcm(size, ways) // size
 
 
 def check(

@@ -42,8 +42,10 @@ def layout(config: ModelConfig, mesh: Mesh, packed: Mapping[tuple[str, ...], Int
     _, shapes, axes = abstract(config)
     for path, tensor in (packed or {}).items():
         at(shapes, path[:-1])[path[-1]] = tensor
-    split.check(shapes, axes, mesh, units=axis_units(config))
-    return shapes, rules.shardings(split.axes_of_arrays(shapes, axes), mesh)
+    units = axis_units(config)
+    table = rules.fitted(mesh, units)
+    split.check(shapes, axes, mesh, units, table)
+    return shapes, rules.shardings(split.axes_of_arrays(shapes, axes), mesh, table)
 
 
 def put_on_mesh(

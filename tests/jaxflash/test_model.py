@@ -22,7 +22,7 @@ from jaxflash.model import (
     init_params,
 )
 from sharding import rules
-from sharding.mesh import make_mesh
+from sharding.mesh import AXES, make_mesh
 from tests.jaxflash import model_oracle as oracle
 from tests.jaxflash.model_oracle import SHAPES, random_params, rounding_depth, small
 from tests.tolerance import assert_close
@@ -272,7 +272,7 @@ def test_abstract_describes_what_init_makes(name):
     _, shapes, axes = abstract(config)
     params = init_params(config, 0)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
-    mesh = jax.sharding.AbstractMesh((2, 1, 1), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.AbstractMesh(tuple({"data": 2}.get(axis, 1) for axis in AXES), AXES)
     rules.check(shapes, axes, mesh, units=axis_units(config))  # known names, one per dim, for every parameter
     for stacked in jax.tree.leaves(axes["blocks"], is_leaf=lambda x: isinstance(x, tuple)):
         assert stacked[0] == "layer"
@@ -283,7 +283,7 @@ def test_presets_divide_over_a_mesh(name):
     config = preset(name)
     _, shapes, axes = abstract(config)
     ways = 2 if config.n_kv_heads % 2 == 0 else 1
-    mesh = jax.sharding.AbstractMesh((1, 4, ways), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.AbstractMesh(tuple({"fsdp": 4, "tensor": ways}.get(axis, 1) for axis in AXES), AXES)
     rules.check(shapes, axes, mesh, units=axis_units(config))
 
 

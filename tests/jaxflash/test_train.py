@@ -18,6 +18,7 @@ from jaxflash.step import compile_program, gradients, loss_sum, make_optimizer
 from jaxflash.train import train
 from sharding import rules
 from sharding.mesh import make_mesh
+from tests.jaxflash.rows import ragged_rows
 
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)]
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_curve.json"
@@ -25,22 +26,6 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_curve.json"
 
 def on_mesh(config: TrainConfig, *sizes: int) -> TrainConfig:
     return dataclasses.replace(config, mesh=dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
-
-
-def ragged_rows(config: TrainConfig, accumulate: int) -> dict[str, jax.Array]:
-    """(A, B/A, T) rows whose masks keep 1 to T tokens; half of the rows are packed documents."""
-    rng = np.random.default_rng(0)
-    shape = (config.batch_size, config.seq_len)
-    kept = rng.integers(1, config.seq_len + 1, shape[0])
-    rows = {
-        "tokens": rng.integers(0, 256, shape, dtype=np.int32),
-        "targets": rng.integers(0, 256, shape, dtype=np.int32),
-        "loss_mask": np.arange(shape[1])[None] < kept[:, None],
-        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
-        "segment_ids": (np.arange(shape[1])[None] > rng.integers(0, shape[1], shape[0])[:, None]).astype(np.int32),
-    }
-    split = (accumulate, shape[0] // accumulate, shape[1])
-    return {name: jnp.asarray(value.reshape(split)) for name, value in rows.items()}
 
 
 def bits(tree) -> list[bytes]:
@@ -169,7 +154,7 @@ def test_another_shape_is_refused_instead_of_compiled(small):
         ({"batch_size": 16, "accumulate": 4, "mesh": {"data": 8}}, r"4 rows at a time.*nearest batch_size.*is 32"),
         ({"mesh": {"fsdp": 16}}, r"8"),
         ({"mesh": {"tenser": 2}}, r"tensor"),
-        ({"model.n_kv_heads": 2, "mesh": {"tensor": 8}}, r"kv_heads.*tensor"),
+        ({"model.n_kv_heads": 2, "model.n_heads": 12, "mesh": {"tensor": 8}}, r"heads.*tensor"),
         ({"data": ("/nowhere/at-all.txt",)}, r"/nowhere/at-all.txt"),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"/nowhere/tokenizer.json"),
         ({"model.vocab_size": 128}, r"128"),

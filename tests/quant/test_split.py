@@ -170,4 +170,4 @@ def test_names_of_stacked_weights():
     assert names["w"].scales == names["w"].zeros == ("layer", "mlp", "embed", None)
     one_group = split.axes_of_arrays({"w": tensor(128, 64, None)}, {"w": ROW_PARALLEL})["w"]
     assert one_group.scales == ("embed", None, None) and one_group.words == ("embed", "mlp", None, None)
-    assert rules.shardings(names, over(1))["w"].words.spec == P(None, "tensor", "fsdp", None, None)
+    assert rules.shardings(names, over(1))["w"].words.spec == P("stage", "tensor", "fsdp", None, None)

@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding.mesh import AXES, make_mesh
-from sharding.rules import RULES, bytes_per_device, check, constrain, shardings, spec, state_shardings
+from sharding.rules import RULES, bytes_per_device, check, constrain, copies, fitted, shardings, spec, state_shardings
 
 
 def mesh_of(sizes):
-    return make_mesh(dict(zip(AXES, sizes, strict=True)))
+    return make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
 
 
 def array(*shape, dtype=jnp.float32):
@@ -23,7 +23,7 @@ def array(*shape, dtype=jnp.float32):
 
 
 def test_spec():
-    assert spec(("layer", "embed", "mlp")) == P(None, "fsdp", "tensor")
+    assert spec(("layer", "embed", "mlp")) == P("stage", "fsdp", "tensor")
     assert spec(("table_rows", None)) == P(("tensor", "fsdp"), None)
     assert spec(()) == P()
     assert spec(("x",), {"x": ("data",)}) == P("data")
@@ -38,7 +38,7 @@ def test_rules_name_mesh_axes_in_use():
 
 
 def test_check_reports_everything_at_once():
-    mesh = AbstractMesh((1, 2, 4), AXES)
+    mesh = AbstractMesh((1, 2, 1, 4), AXES)
     shapes = {
         "attn": {"k": array(30, 64), "q": array(31, 64), "extra": array(4)},
         "table": array(50257, 8),
@@ -56,7 +56,7 @@ def test_check_reports_everything_at_once():
     with pytest.raises(ValueError) as error:
         check(shapes, axes, mesh, {"heads": 16, "kv_heads": 2})
     heading, *lines = str(error.value).splitlines()
-    assert heading.startswith("check: 7 problem(s) on mesh {'data': 1, 'fsdp': 2, 'tensor': 4}")
+    assert heading.startswith("check: 7 problem(s) on mesh {'data': 1, 'fsdp': 2, 'stage': 1, 'tensor': 4}")
     assert [line.strip() for line in lines] == [
         "attn/extra: has no logical axes",
         "attn/k: dim 1 ('kv_heads') has size=64 in 2 units, not divisible by tensor=4; "
@@ -72,6 +72,30 @@ def test_check_reports_everything_at_once():
     check({"fine": shapes["fine"]}, {"fine": axes["fine"]}, mesh)
     with pytest.raises(ValueError, match="no multiple of its 5 units"):
         check({"q": array(8, 64)}, {"q": ("embed", "heads")}, mesh, {"heads": 5})
+
+
+@pytest.mark.parametrize(
+    ("units", "dealt", "layer", "embed", "kv_heads"),
+    [
+        ({"layer": 8, "kv_heads": 4}, False, ("stage",), ("fsdp",), ("tensor",)),
+        ({}, False, ("stage",), ("fsdp",), ("tensor",)),
+        ({"layer": 6, "kv_heads": 2}, False, (), ("fsdp", "stage"), ()),
+        ({"layer": 8, "kv_heads": 8}, True, (), ("fsdp", "stage"), ("tensor",)),
+    ],
+)
+def test_rules_give_way_where_they_do_not_fit(units, dealt, layer, embed, kv_heads):
+    table = fitted(AbstractMesh((1, 2, 4, 4), AXES), units, dealt=dealt)
+    assert (table["layer"], table["embed"], table["norm"], table["kv_heads"]) == (layer, embed, embed, kv_heads)
+    assert {name for name in RULES if table[name] != RULES[name]} <= {"layer", "embed", "norm", "kv_heads"}
+    one_stage = fitted(AbstractMesh((1, 2, 1, 4), AXES), units, dealt=dealt)
+    assert one_stage["layer"] == RULES["layer"] and one_stage["embed"] == RULES["embed"]
+
+
+def test_copies_fill_the_devices():
+    assert copies("act_heads", 3) == 1
+    with jax.set_mesh(make_mesh({"tensor": 4})):
+        assert [copies("act_heads", heads) for heads in (1, 2, 3, 4, 6, 8)] == [4, 2, 4, 1, 2, 1]
+        assert copies("act_embed", 3) == 1
 
 
 def test_a_mesh_without_the_axes_is_named():
@@ -158,7 +182,7 @@ def test_constrain_under_vmap_and_shard_map():
 
 
 def test_constrain_refuses_explicit_axes():
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    mesh = jax.make_mesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="Explicit axes .* Build it with make_mesh"):
         constrain(jnp.ones((8, 4)), "batch", "act_mlp")
 
