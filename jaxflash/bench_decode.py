@@ -24,7 +24,7 @@ from jaxflash.config import ModelConfig, Sampling, preset
 from jaxflash.generate import generate_tokens
 from jaxflash.language_model import LanguageModel
 from jaxflash.model import init_params
-from jaxflash.quantization import quantize
+from jaxflash.quantize import quantize
 from jaxflash.tokenizer import ByteTokenizer
 from pallas_kernels.timing import arguments, record, setting
 
