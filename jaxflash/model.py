@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxflash.config import ModelConfig
 from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_table, rotate
 from pallas_kernels.attention.api import dot_product_attention
+from sharding import ring
 from sharding.rules import constrain
 
 _policies = jax.checkpoint_policies
@@ -82,6 +83,7 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "b t"] | None,
         layer: Int[Array, ""],
         cache: KVCache | None,
+        zigzag: int = 1,
     ) -> tuple[Float[Array, "b t d"], KVCache | None]:
         c, (b, t, _) = self.config, x.shape
         q = self.q(x).reshape(b, t, c.n_heads, c.head_dim)
@@ -98,8 +100,9 @@ class Attention(nnx.Module):
         else:
             window = None if c.sliding_window is None else (c.sliding_window - 1, 0)
             out = dot_product_attention(
-                q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention
-            )
+                q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention,
+                zigzag=zigzag, context_parallel=c.context_parallel,
+            )  # fmt: skip
         return self.out(out.reshape(b, t, c.n_heads * c.head_dim)), cache
 
     def _attend_cache(
@@ -147,8 +150,9 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "b t"] | None,
         layer: Int[Array, ""],
         cache: KVCache | None,
+        zigzag: int = 1,
     ) -> tuple[Float[Array, "b t d"], KVCache | None]:
-        mixed, cache = self.attention(self.attention_norm(x), rope, segment_ids, layer, cache)
+        mixed, cache = self.attention(self.attention_norm(x), rope, segment_ids, layer, cache, zigzag)
         x = constrain(x + mixed, "batch", "sequence", "act_embed")
         x = constrain(x + self.mlp(self.mlp_norm(x)), "batch", "sequence", "act_embed")
         return x, cache
@@ -174,9 +178,13 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "b t"] | None = None,
         segment_ids: Int[Array, "b t"] | None = None,
+        zigzag: int = 1,
     ) -> Float[Array, "b t v"]:
-        """Float32 logits of the next token at every place. positions: default 0..T-1; segment_ids: packed documents."""
-        return self.logits(self.hidden(tokens, positions=positions, segment_ids=segment_ids))
+        """Float32 logits of the next token at every place. positions: default 0..T-1; segment_ids: packed documents.
+
+        zigzag: the number of devices in whose zigzag order all of these are stored (`sharding.ring.zigzag`).
+        """
+        return self.logits(self.hidden(tokens, positions=positions, segment_ids=segment_ids, zigzag=zigzag))
 
     def hidden(
         self,
@@ -184,11 +192,13 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "b t"] | None = None,
         segment_ids: Int[Array, "b t"] | None = None,
+        zigzag: int = 1,
     ) -> Float[Array, "b t d"]:
         """The normalised output of the last block, before the head."""
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        return self._run(tokens, positions, segment_ids, None)[0]
+            places = ring.zigzag(jnp.arange(tokens.shape[1]), zigzag, axis=0)
+            positions = jnp.broadcast_to(places[None, :], tokens.shape)
+        return self._run(tokens, positions, segment_ids, None, zigzag)[0]
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
         """Float32 logits of `hidden` states; the table itself is the head where embeddings are tied."""
@@ -216,7 +226,7 @@ class Transformer(nnx.Module):
         hidden, filled = self._run(token[:, None], cache.lengths[:, None], None, cache)
         return self.logits(hidden)[:, 0], dataclasses.replace(filled, lengths=cache.lengths + 1)
 
-    def _run(self, tokens, positions, segment_ids, cache) -> tuple[Array, Any]:
+    def _run(self, tokens, positions, segment_ids, cache, zigzag=1) -> tuple[Array, Any]:
         c = self.config
         # Gathered over fsdp first: a lookup in rows split both ways would reshuffle what it finds. Cast last: a row's
         # gradient is summed over all places of its token, which must not round to bfloat16.
@@ -229,7 +239,7 @@ class Transformer(nnx.Module):
         def one(carry, xs):
             x, cache = carry
             params, layer = xs
-            return nnx.merge(graph, params)(x, rope, segment_ids, layer, cache), None
+            return nnx.merge(graph, params)(x, rope, segment_ids, layer, cache, zigzag), None
 
         if c.remat != "none" and cache is None:
             one = jax.checkpoint(one, policy=REMAT_POLICIES[c.remat], prevent_cse=False)

@@ -7,7 +7,6 @@ Step and evaluation are compiled once: a call of another shape, dtype or layout 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxflash.model import abstract, axis_units, init_params
 from pallas_kernels import dispatch
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 from sharding import rules
+from sharding.ring import zigzag
 
 
 def make_optimizer(config: TrainConfig, axes: Any) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -49,19 +49,28 @@ def make_optimizer(config: TrainConfig, axes: Any) -> tuple[optax.GradientTransf
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw), schedule
 
 
-def loss_sum(graph: Any, params: Any, rows: dict[str, jax.Array], chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Summed next-token loss of (b, T) rows in nats, and the number of tokens it sums over."""
+def loss_sum(
+    graph: Any, params: Any, rows: dict[str, jax.Array], chunk: int, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Summed next-token loss of (b, T) rows in nats, and the number of tokens it sums over.
+
+    shards: over how many devices the rows are cut, in zigzag order.
+    """
     model = nnx.merge(graph, params)
-    hidden = model.hidden(rows["tokens"], positions=rows["positions"], segment_ids=rows.get("segment_ids"))
-    return chunked_cross_entropy(model.logits, hidden, rows["targets"], rows["loss_mask"], chunk=chunk)
+    ids = rows.get("segment_ids")
+    hidden = model.hidden(rows["tokens"], positions=rows["positions"], segment_ids=ids, zigzag=shards)
+    targets, mask = rows["targets"], rows["loss_mask"]
+    return chunked_cross_entropy(model.logits, hidden, targets, mask, chunk=chunk, shards=shards)
 
 
-def gradients(graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int) -> tuple[Any, jax.Array, jax.Array]:
+def gradients(
+    graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int, shards: int = 1
+) -> tuple[Any, jax.Array, jax.Array]:
     """Gradient of the mean loss over all tokens of an (A, b, T) batch in float32, the loss sum and the token count.
 
     The A microbatches are summed, tokens and all, and divided once: the same gradient for any A.
     """
-    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk), has_aux=True)
+    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk, shards), has_aux=True)
 
     def add(carry, rows):
         (total, count), grads = grad(params, rows)
@@ -82,12 +91,13 @@ def train_step(
     tx: optax.GradientTransformation,
     schedule: optax.Schedule,
     chunk: int,
+    shards: int,
     shardings: Any,
     state: TrainState,
     batch: dict[str, jax.Array],
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimizer step; pure. shardings: the parameters', which their gradients take too."""
-    grads, total, count = gradients(graph, state.params, batch, chunk)
+    grads, total, count = gradients(graph, state.params, batch, chunk, shards)
     grads = jax.lax.with_sharding_constraint(grads, shardings)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -100,9 +110,11 @@ def train_step(
     return TrainState(params, opt_state, state.step + 1), metrics
 
 
-def eval_step(graph: Any, chunk: int, params: Any, sums: jax.Array, rows: dict[str, jax.Array]) -> jax.Array:
+def eval_step(
+    graph: Any, chunk: int, shards: int, params: Any, sums: jax.Array, rows: dict[str, jax.Array]
+) -> jax.Array:
     """`sums + (loss sum, token count)` of (b, T) rows."""
-    return sums + jnp.stack(loss_sum(graph, params, rows, chunk))
+    return sums + jnp.stack(loss_sum(graph, params, rows, chunk, shards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +128,14 @@ class Program:
     evaluate: Callable[[Any, jax.Array, Any], jax.Array]
 
     def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Host rows (..., b, T) onto the mesh, rows over the batch axes; each process gives its own of them."""
+        """Host rows (..., b, T) onto the mesh: rows over the batch axes, their places over the sequence axes.
+
+        Places are put into the zigzag order of those. Each process gives its own part.
+        """
+        shards = rules.ways("sequence", self.mesh)
 
         def one(x: np.ndarray) -> jax.Array:
+            x = zigzag(x, shards, axis=-1)
             return jax.make_array_from_callback(x.shape, _rows_sharding(self.mesh, x.ndim), lambda index: x[index])
 
         return {name: one(x) for name, x in arrays.items()}
@@ -128,7 +145,7 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
     """Lays the state out by rule and compiles step and evaluation; nothing is allocated before every check has passed.
 
     Raises:
-      ValueError: a parameter's dim, the heads or the batch do not divide over the mesh; all are named at once.
+      ValueError: a parameter's dim, the heads, the batch or its rows do not divide over the mesh.
     """
     check_layout(config, mesh)
     graph, _, axes = abstract(config.model)
@@ -147,10 +164,11 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
         shardings = TrainState(params, opt_state, NamedSharding(mesh, P()))
         state = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
 
-        step = functools.partial(train_step, graph, tx, schedule, config.loss_chunk, params)
+        shards = rules.ways("sequence", mesh)
+        step = functools.partial(train_step, graph, tx, schedule, config.loss_chunk, shards, params)
         replicated = NamedSharding(mesh, P())
         step = jax.jit(step, out_shardings=(shardings, replicated), donate_argnums=0)
-        evaluate = jax.jit(functools.partial(eval_step, graph, config.loss_chunk), out_shardings=replicated)
+        evaluate = jax.jit(functools.partial(eval_step, graph, config.loss_chunk, shards), out_shardings=replicated)
         rows = _abstract_rows(config, mesh)
         sums = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=replicated)
         micro = {k: _micro(v, mesh) for k, v in rows.items()}
@@ -173,7 +191,7 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
         dispatch.find(IMPLEMENTATIONS, "train", config.model.attention)
     _, shapes, axes = abstract(config.model)
     rules.check(shapes, axes, mesh, units=axis_units(config.model))
-    ways = math.prod(mesh.shape[axis] for axis in rules.RULES["batch"])
+    ways = rules.ways("batch", mesh)
     rows = config.batch_size // config.accumulate
     if rows % ways:
         nearest = max(round(rows / ways), 1) * ways * config.accumulate
@@ -181,6 +199,13 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
             f"train: batch_size={config.batch_size} with accumulate={config.accumulate} gives {rows} rows at a time, "
             f"not divisible by the {ways} ways of the mesh's batch axes {dict(mesh.shape)}. "
             f"The nearest batch_size that works is {nearest}."
+        )
+    shards = rules.ways("sequence", mesh)
+    if shards > 1 and config.seq_len % (2 * shards):
+        nearest = max(round(config.seq_len / (2 * shards)), 1) * 2 * shards
+        raise ValueError(
+            f"train: seq_len={config.seq_len} is not divisible by {2 * shards}, two chunks for each of the {shards} "
+            f"devices that a row is cut over on mesh {dict(mesh.shape)}. The nearest seq_len that works is {nearest}."
         )
 
 
