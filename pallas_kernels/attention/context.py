@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import blocks, tile
@@ -26,14 +27,15 @@ from sharding.rules import RULES
 def ways(spec: AttentionSpec) -> int:
     """Over how many devices of the mesh in force the sequences of a call are cut; 1: whole on every device.
 
-    Whole are those that do not divide, that are stored in the zigzag order of another number of devices, and calls
-    that only exact paths serve.
+    Whole are those that do not divide, that are stored in the zigzag order of another number of devices, or lie on
+    Explicit axes, and those of calls that only exact paths serve.
     """
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in free_axes("sequence", mesh))
     divides = spec.T % count == 0 and spec.S % count == 0
-    known = spec.bias is None and spec.mask is None and not spec.traced_scale and not spec.empty
-    return count if divides and known and spec.zigzag in (1, count) else 1
+    served = spec.bias is None and spec.mask is None and not spec.traced_scale and not spec.empty
+    served = served and AxisType.Explicit not in mesh.axis_types
+    return count if divides and served and spec.zigzag in (1, count) else 1
 
 
 def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,10 +46,10 @@ def in_order(function: Callable[..., Any]) -> Callable[..., Any]:
         if count == 1:
             return function(spec, *arrays, **operands)
         axes = {"query_segments": (1,), "kv_segments": (1,), "bias": (2, 3), "mask": (2, 3)}
-        for name in axes.keys() & {name for name, x in operands.items() if x is not None}:
-            for axis in axes[name]:
-                if operands[name].shape[axis] > 1:  # or it is broadcast
-                    operands[name] = ring.unzigzag(operands[name], count, axis)
+        for name, dims in axes.items():
+            for dim in dims if operands.get(name) is not None else ():
+                if operands[name].shape[dim] > 1:  # or it is broadcast
+                    operands[name] = ring.unzigzag(operands[name], count, dim)
         results = function(spec, *(None if x is None else ring.unzigzag(x, count) for x in arrays), **operands)
         return tuple(None if x is None else ring.zigzag(x, count) for x in results)
 
@@ -161,7 +163,8 @@ def by_vjp(forward: Callable[..., Any]) -> Callable[..., Any]:
         weight = jnp.where(blind, 0.0, jnp.exp(jnp.where(blind, 0.0, own_lse) - jnp.where(blind, 0.0, lse)))
         dlogit = jnp.where(blind[..., None], 0.0, dout * (own - out)).sum(-1)
         dlogit = dlogit if dlse is None else dlogit + jnp.where(blind, 0.0, dlse)
-        return pull((weight[..., None] * dout, weight * dlogit))
+        dq, dk, dv = pull((weight[..., None] * dout, weight * dlogit))
+        return jnp.where(wrong[..., None], jnp.nan, dq), dk, dv
 
     return backward
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.mesh import AXES, make_mesh
+from sharding.mesh import make_mesh
 from sharding.rules import RULES, bytes_per_device, check, constrain, shardings, spec, state_shardings
 
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8), (1, 8, 1), (1, 4, 2)]
@@ -23,7 +23,7 @@ V, D, F, N, K, H, L, B, T = 64, 32, 48, 16, 8, 4, 2, 16, 8
 
 
 def mesh_of(sizes):
-    return make_mesh(dict(zip(AXES, sizes, strict=True)))
+    return make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
 
 
 # A scanned transformer of two layers with grouped heads: the smallest model that uses every parameter rule.

@@ -15,7 +15,7 @@ from sharding.rules import RULES, bytes_per_device, check, constrain, shardings,
 
 
 def mesh_of(sizes):
-    return make_mesh(dict(zip(AXES, sizes, strict=True)))
+    return make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
 
 
 def array(*shape, dtype=jnp.float32):
@@ -38,7 +38,7 @@ def test_rules_name_mesh_axes_in_use():
 
 
 def test_check_reports_everything_at_once():
-    mesh = AbstractMesh((1, 2, 4), AXES)
+    mesh = AbstractMesh((1, 2, 1, 4), AXES)
     shapes = {
         "attn": {"k": array(30, 64), "q": array(31, 64), "extra": array(4)},
         "table": array(50257, 8),
@@ -56,7 +56,7 @@ def test_check_reports_everything_at_once():
     with pytest.raises(ValueError) as error:
         check(shapes, axes, mesh, {"heads": 16, "kv_heads": 2})
     heading, *lines = str(error.value).splitlines()
-    assert heading.startswith("check: 7 problem(s) on mesh {'data': 1, 'fsdp': 2, 'tensor': 4}")
+    assert heading.startswith("check: 7 problem(s) on mesh {'data': 1, 'fsdp': 2, 'context': 1, 'tensor': 4}")
     assert [line.strip() for line in lines] == [
         "attn/extra: has no logical axes",
         "attn/k: dim 1 ('kv_heads') has size=64 in 2 units, not divisible by tensor=4; "
@@ -158,7 +158,7 @@ def test_constrain_under_vmap_and_shard_map():
 
 
 def test_constrain_refuses_explicit_axes():
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    mesh = jax.make_mesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="Explicit axes .* Build it with make_mesh"):
         constrain(jnp.ones((8, 4)), "batch", "act_mlp")
 
