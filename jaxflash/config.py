@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pallas_kernels.attention.spec import ContextParallel
 from sharding.names import did_you_mean
 from sharding.schedule import Name as ScheduleName
 
@@ -40,7 +41,8 @@ class ModelConfig:
 
     Sizes count elements; `head_dim` is per head; `context` is the longest sequence the rotary table is meant for;
     `sliding_window` counts the keys a query sees, itself included. `attention` names an implementation of
-    `dot_product_attention`, None lets the dispatcher choose.
+    `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
+    devices where a mesh cuts sequences.
     """
 
     vocab_size: int
@@ -61,6 +63,7 @@ class ModelConfig:
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
     attention: str | None = None
+    context_parallel: ContextParallel = "ring"
     remat: Remat = "none"
     init_std: float = 0.02
 

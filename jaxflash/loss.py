@@ -37,21 +37,27 @@ def chunked_cross_entropy(
     mask: Bool[Array, "b t"],
     *,
     chunk: int,
+    shards: int = 1,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`cross_entropy(head(hidden), ...)` with the logits of at most `chunk` places of each row alive at a time.
 
     The backward pass computes each chunk's logits again, so memory is O(B chunk V) instead of O(B T V). The last chunk
     is filled up with masked places when T is not a multiple of `chunk`. A masked hidden state may hold NaN or inf too.
+
+    shards: the equal parts of T that lie on different devices. A chunk has its share of each, so that none moves.
     """
-    length = hidden.shape[1]
+    length, chunk = hidden.shape[1] // shards, -(-chunk // shards)
     hidden = jnp.where(mask[..., None], hidden, 0)  # the head's gradient multiplies it by zero, and zero NaN is NaN
     if length <= chunk:
         return cross_entropy(head(hidden), targets, mask)
     count = -(-length // chunk)
 
     def chunks(x: Array) -> Array:
-        padded = jnp.pad(x, [(0, 0), (0, count * chunk - length)] + [(0, 0)] * (x.ndim - 2))
-        return padded.reshape(x.shape[0], count, chunk, *x.shape[2:]).swapaxes(0, 1)
+        rest = x.shape[2:]
+        x = x.reshape(x.shape[0], shards, length, *rest)
+        padded = jnp.pad(x, [(0, 0), (0, 0), (0, count * chunk - length)] + [(0, 0)] * len(rest))
+        cut = padded.reshape(x.shape[0], shards, count, chunk, *rest)
+        return jnp.moveaxis(cut, 2, 0).reshape(count, x.shape[0], shards * chunk, *rest)
 
     @jax.checkpoint
     def one(xs):

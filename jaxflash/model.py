@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxflash.config import ModelConfig
 from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_table, rotate
 from pallas_kernels.attention.api import dot_product_attention
+from sharding import ring
 from sharding.lookup import take_rows
 from sharding.rules import constrain, copies
 
@@ -83,6 +84,7 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "b t"] | None,
         layer: Int[Array, ""],
         cache: KVCache | None,
+        zigzag: int = 1,
     ) -> tuple[Float[Array, "b t d"], KVCache | None]:
         c, (b, t, _) = self.config, x.shape
         q = self.q(x).reshape(b, t, c.n_heads, c.head_dim)
@@ -101,16 +103,15 @@ class Attention(nnx.Module):
             out = self._attend_cache(q, layer, cache)
         else:
             window = None if c.sliding_window is None else (c.sliding_window - 1, 0)
-            if (
-                repeats > 1
-            ):  # fewer than the devices that the query heads are split over: each device takes the one it needs
+            if repeats > 1:  # fewer than the query heads are split over: each device takes the one it needs
                 k, v = (
                     constrain(jnp.repeat(a, repeats, axis=2), "batch", "sequence", "act_heads", "head_dim")
                     for a in (k, v)
                 )
             out = dot_product_attention(
-                q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention
-            )
+                q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention,
+                zigzag=zigzag, context_parallel=c.context_parallel,
+            )  # fmt: skip
         return self.out(out.reshape(b, t, c.n_heads * c.head_dim)), cache
 
     def _attend_cache(
@@ -158,8 +159,9 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "b t"] | None,
         layer: Int[Array, ""],
         cache: KVCache | None,
+        zigzag: int = 1,
     ) -> tuple[Float[Array, "b t d"], KVCache | None]:
-        mixed, cache = self.attention(self.attention_norm(x), rope, segment_ids, layer, cache)
+        mixed, cache = self.attention(self.attention_norm(x), rope, segment_ids, layer, cache, zigzag)
         x = constrain(x + mixed, "batch", "sequence", "act_embed")
         x = constrain(x + self.mlp(self.mlp_norm(x)), "batch", "sequence", "act_embed")
         return x, cache
@@ -185,9 +187,13 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "b t"] | None = None,
         segment_ids: Int[Array, "b t"] | None = None,
+        zigzag: int = 1,
     ) -> Float[Array, "b t v"]:
-        """Float32 logits of the next token at every place. positions: default 0..T-1; segment_ids: packed documents."""
-        return self.logits(self.hidden(tokens, positions=positions, segment_ids=segment_ids))
+        """Float32 logits of the next token at every place. positions: default 0..T-1; segment_ids: packed documents.
+
+        zigzag: the number of devices in whose zigzag order all of these are stored (`sharding.ring.zigzag`).
+        """
+        return self.logits(self.hidden(tokens, positions=positions, segment_ids=segment_ids, zigzag=zigzag))
 
     def hidden(
         self,
@@ -195,11 +201,13 @@ class Transformer(nnx.Module):
         *,
         positions: Int[Array, "b t"] | None = None,
         segment_ids: Int[Array, "b t"] | None = None,
+        zigzag: int = 1,
     ) -> Float[Array, "b t d"]:
         """The normalised output of the last block, before the head."""
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
-        return self._run(tokens, positions, segment_ids, None)[0]
+            places = ring.zigzag(jnp.arange(tokens.shape[1]), zigzag, axis=0)
+            positions = jnp.broadcast_to(places[None, :], tokens.shape)
+        return self._run(tokens, positions, segment_ids, None, zigzag)[0]
 
     def embed(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
         """What the first block reads: the tokens' rows of the table, in the compute dtype."""
@@ -235,8 +243,9 @@ class Transformer(nnx.Module):
         hidden, filled = self._run(token[:, None], cache.lengths[:, None], None, cache)
         return self.logits(hidden)[:, 0], dataclasses.replace(filled, lengths=cache.lengths + 1)
 
-    def _run(self, tokens, positions, segment_ids, cache) -> tuple[Array, Any]:
-        x, cache = run_blocks(self.config, self.blocks, self.embed(tokens), positions, segment_ids, cache)
+    def _run(self, tokens, positions, segment_ids, cache, zigzag=1) -> tuple[Array, Any]:
+        x = self.embed(tokens)
+        x, cache = run_blocks(self.config, self.blocks, x, positions, segment_ids, cache, zigzag=zigzag)
         return self.norm(x), cache
 
 
@@ -248,8 +257,12 @@ def run_blocks(
     segment_ids: Int[Array, "b t"] | None,
     cache: KVCache | None = None,
     live: Bool[Array, " n"] | None = None,
+    zigzag: int = 1,
 ) -> tuple[Float[Array, "b t d"], KVCache | None]:
-    """x after the n blocks that are stacked in `blocks`, and the cache; those that are not `live` leave x as it is."""
+    """x after the n blocks that are stacked in `blocks`, and the cache; those that are not `live` leave x as it is.
+
+    zigzag: as `Transformer` takes it.
+    """
     rope = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     graph, stacked = nnx.split(blocks)
     layers = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
@@ -258,7 +271,7 @@ def run_blocks(
     def one(carry, xs):
         x, cache = carry
         params, layer, live = xs
-        y, cache = nnx.merge(graph, params)(x, rope, segment_ids, layer, cache)
+        y, cache = nnx.merge(graph, params)(x, rope, segment_ids, layer, cache, zigzag)
         return (y if live is None else jnp.where(live, y, x), cache), None
 
     if config.remat != "none" and cache is None:

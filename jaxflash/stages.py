@@ -1,7 +1,6 @@
 """The transformer as a pipeline: its functions for `sharding.pipeline`, and the loss and gradients over stages."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -37,6 +36,11 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
     schedule = schedule_of(config, mesh)
     if schedule is None:
         return
+    if (context := rules.ways("sequence", mesh)) > 1:
+        raise ValueError(
+            f"train: stage={schedule.stages} with {context=} - a pipeline takes whole sequences. Set one of them to 1, "
+            "and use the devices for fsdp."
+        )
     layers, width = config.model.n_layers, config.model.d_model
     if schedule.stages * schedule.chunks > layers:
         chunks = f" of {schedule.chunks} chunks each (stage_chunks)" if schedule.chunks > 1 else ""
@@ -69,7 +73,7 @@ class Pipeline:
     """Loss and gradients of a model over the stages of a mesh, as `step.loss_sum` and `step.gradients` on one."""
 
     def __init__(self, config: TrainConfig, mesh: Mesh, schedule: Schedule):
-        self.schedule, self._ways = schedule, math.prod(mesh.shape[axis] for axis in rules.RULES["batch"])
+        self.schedule, self._ways = schedule, rules.ways("batch", mesh)
         self._model = _stages(config, mesh, schedule.stages)
         table, names = layout_rules(config, mesh), abstract(config.model)[2]["blocks"]
         self._specs = jax.tree.map(lambda n: rules.spec(n, table), names, is_leaf=lambda n: isinstance(n, tuple))

@@ -7,7 +7,6 @@ Step and evaluation are compiled once: a call of another shape, dtype or layout 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from jaxflash.model import abstract, axis_units, init_params
 from pallas_kernels import dispatch
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 from sharding import rules
+from sharding.ring import zigzag
 
 
 def make_optimizer(config: TrainConfig, axes: Any) -> tuple[optax.GradientTransformation, optax.Schedule]:
@@ -50,19 +50,28 @@ def make_optimizer(config: TrainConfig, axes: Any) -> tuple[optax.GradientTransf
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw), schedule
 
 
-def loss_sum(graph: Any, params: Any, rows: dict[str, jax.Array], chunk: int) -> tuple[jax.Array, jax.Array]:
-    """Summed next-token loss of (b, T) rows in nats, and the number of tokens it sums over."""
+def loss_sum(
+    graph: Any, params: Any, rows: dict[str, jax.Array], chunk: int, shards: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """Summed next-token loss of (b, T) rows in nats, and the number of tokens it sums over.
+
+    shards: over how many devices the rows are cut, in zigzag order.
+    """
     model = nnx.merge(graph, params)
-    hidden = model.hidden(rows["tokens"], positions=rows["positions"], segment_ids=rows.get("segment_ids"))
-    return chunked_cross_entropy(model.logits, hidden, rows["targets"], rows["loss_mask"], chunk=chunk)
+    ids = rows.get("segment_ids")
+    hidden = model.hidden(rows["tokens"], positions=rows["positions"], segment_ids=ids, zigzag=shards)
+    targets, mask = rows["targets"], rows["loss_mask"]
+    return chunked_cross_entropy(model.logits, hidden, targets, mask, chunk=chunk, shards=shards)
 
 
-def gradients(graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int) -> tuple[Any, jax.Array, jax.Array]:
+def gradients(
+    graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int, shards: int = 1
+) -> tuple[Any, jax.Array, jax.Array]:
     """Gradient of the mean loss over all tokens of an (A, b, T) batch in float32, the loss sum and the token count.
 
     The A microbatches are summed, tokens and all, and divided once: the same gradient for any A.
     """
-    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk), has_aux=True)
+    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk, shards), has_aux=True)
 
     def add(carry, rows):
         (total, count), grads = grad(params, rows)
@@ -121,9 +130,14 @@ class Program:
     evaluate: Callable[[Any, jax.Array, Any], jax.Array]
 
     def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Host rows (..., b, T) onto the mesh, rows over the batch axes; each process gives its own of them."""
+        """Host rows (..., b, T) onto the mesh: rows over the batch axes, their places over the sequence axes.
+
+        Places are put into the zigzag order of those. Each process gives its own part.
+        """
+        shards = rules.ways("sequence", self.mesh)
 
         def one(x: np.ndarray) -> jax.Array:
+            x = zigzag(x, shards, axis=-1)
             return jax.make_array_from_callback(x.shape, _rows_sharding(self.mesh, x.ndim), lambda index: x[index])
 
         return {name: one(x) for name, x in arrays.items()}
@@ -133,7 +147,7 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
     """Lays the state out by rule and compiles step and evaluation; nothing is allocated before every check has passed.
 
     Raises:
-      ValueError: a parameter's dim, the heads or the batch do not divide over the mesh; all are named at once.
+      ValueError: a parameter's dim, the heads, the batch or its rows do not divide over the mesh.
     """
     check_layout(config, mesh)
     _, _, axes = abstract(config.model)
@@ -175,8 +189,8 @@ def loss_functions(config: TrainConfig, mesh: Mesh) -> tuple[Callable[..., Any],
     if schedule is not None:
         pipeline = stages.Pipeline(config, mesh, schedule)
         return pipeline.gradients, pipeline.loss_sum
-    graph, chunk = abstract(config.model)[0], config.loss_chunk
-    return functools.partial(gradients, graph, chunk=chunk), functools.partial(loss_sum, graph, chunk=chunk)
+    graph, how = abstract(config.model)[0], {"chunk": config.loss_chunk, "shards": rules.ways("sequence", mesh)}
+    return functools.partial(gradients, graph, **how), functools.partial(loss_sum, graph, **how)
 
 
 def check_layout(config: TrainConfig, mesh: Mesh) -> None:
@@ -190,7 +204,7 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
     stages.check(config, mesh)
     _, shapes, axes = abstract(config.model)
     rules.check(shapes, axes, mesh, axis_units(config.model), stages.layout_rules(config, mesh))
-    ways = math.prod(mesh.shape[axis] for axis in rules.RULES["batch"])
+    ways = rules.ways("batch", mesh)
     rows = config.batch_size // config.accumulate
     if rows % ways:
         nearest = max(round(rows / ways), 1) * ways * config.accumulate
@@ -198,6 +212,13 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
             f"train: batch_size={config.batch_size} with accumulate={config.accumulate} gives {rows} rows at a time, "
             f"not divisible by the {ways} ways of the mesh's batch axes {dict(mesh.shape)}. "
             f"The nearest batch_size that works is {nearest}."
+        )
+    shards = rules.ways("sequence", mesh)
+    if shards > 1 and config.seq_len % (2 * shards):
+        nearest = max(round(config.seq_len / (2 * shards)), 1) * 2 * shards
+        raise ValueError(
+            f"train: seq_len={config.seq_len} is not divisible by {2 * shards}, two chunks for each of the {shards} "
+            f"devices that a row is cut over on mesh {dict(mesh.shape)}. The nearest seq_len that works is {nearest}."
         )
 
 

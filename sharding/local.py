@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from sharding.rules import RULES
+
 
 def axes_of(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     """The mesh axes that split a dim of an array, outermost first.
@@ -26,3 +28,8 @@ def dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:
         if size % math.prod(mesh.shape[name] for name in (*kept, axis)) == 0:
             kept = (*kept, axis)
     return kept
+
+
+def free_axes(name: str, mesh: Any) -> tuple[str, ...]:
+    """The mesh axes that the rules give to a logical axis, those that `mesh` has and no `shard_map` has split yet."""
+    return tuple(axis for axis in RULES[name] if axis in mesh.axis_names and axis not in mesh.manual_axes)

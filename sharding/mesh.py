@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from sharding.names import did_you_mean
 
 # Slow axes outermost: `data` crosses hosts first, `tensor` stays on the fastest links.
-AXES = ("data", "fsdp", "stage", "tensor")
+AXES = ("data", "fsdp", "stage", "context", "tensor")
 
 type Devices = Sequence[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax deletes the module it comes from
 
@@ -64,7 +64,7 @@ def make_mesh(axes: Mapping[str, int] | None = None, *, devices: Devices | None 
             cannot hold, or processes that bring different numbers of devices.
 
     >>> dict(make_mesh({"tensor": 1}, devices=jax.devices()[:1]).shape)
-    {'data': 1, 'fsdp': 1, 'stage': 1, 'tensor': 1}
+    {'data': 1, 'fsdp': 1, 'stage': 1, 'context': 1, 'tensor': 1}
     """
     wanted = _checked(axes or {"fsdp": -1}, "make_mesh")
     _widen_cpu_pool()

@@ -22,10 +22,10 @@ Rules = Mapping[str, tuple[str, ...]]
 
 RULES: Rules = MappingProxyType(
     {
-        # Inputs and activations. Whole sequences and whole hidden vectors per device: each layer gathers its weights
-        # over fsdp (ZeRO-3) and reduces its output over tensor (Megatron).
+        # Inputs and activations. Whole hidden vectors per device: each layer gathers its weights over fsdp (ZeRO-3) and
+        # reduces its output over tensor (Megatron); attention sees whole sequences (sharding/ring.py).
         "batch": ("data", "fsdp"),
-        "sequence": (),
+        "sequence": ("context",),
         "act_embed": (),
         "act_heads": ("tensor",),
         "act_mlp": ("tensor",),
@@ -106,6 +106,15 @@ def copies(name: str, size: int, rules: Rules = RULES) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     ways = math.prod(mesh.shape[axis] for axis in rules[name] if axis in mesh.shape and axis not in mesh.manual_axes)
     return math.lcm(size, ways) // size
+
+
+def ways(name: str, mesh: Mesh | AbstractMesh, rules: Rules = RULES) -> int:
+    """How many ways `mesh` splits a dimension of this logical name.
+
+    Raises:
+        ValueError: a name that `rules` lacks, or a mesh that lacks an axis of the rules.
+    """
+    return _extent(spec((name,), rules)[0], mesh)
 
 
 def check(

@@ -1,5 +1,6 @@
 """The public attention call: checks, chooses an implementation, and gives every one of them the same semantics."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import cudnn, hopper, hopper_bwd, hopper_bwd_wide, hopper_config, reference
+from pallas_kernels.attention import context, cudnn, hopper, hopper_bwd, hopper_bwd_wide, hopper_config, reference
 from pallas_kernels.attention.derivative import differentiable
-from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, make_spec, segment_sides
+from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, ContextParallel, make_spec, segment_sides
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.dispatch import Implementation
 
@@ -27,6 +28,9 @@ def _hopper_backward(spec: AttentionSpec, *arrays: Any, **operands: Any) -> tupl
     return kernel.backward(spec, *arrays, config=config, **operands)
 
 
+_exact = context.in_order(reference.XLA_CHUNKED.forward)
+
+
 def _describe(spec: AttentionSpec, device: Device) -> str:
     q_block, kv_block = hopper_config.backward_tiles(spec)
     backward = f"{q_block} queries x {kv_block} keys, {hopper_config.backward_config(spec, device)}"
@@ -36,12 +40,33 @@ def _describe(spec: AttentionSpec, device: Device) -> str:
 HOPPER = Implementation(
     name="hopper",
     why_not=hopper_config.why_not,
-    forward=differentiable(_hopper, _hopper_backward, exact=reference.XLA_CHUNKED.forward),
+    forward=differentiable(context.over(_hopper), context.backward_over(_hopper_backward), exact=_exact),
     describe=_describe,
 )
 
+_chunked_over = differentiable(
+    context.over(reference.XLA_CHUNKED.forward),
+    context.backward_over(context.by_vjp(reference.XLA_CHUNKED.forward)),
+    exact=_exact,
+)
+
+
+def _chunked(spec: AttentionSpec, *arrays: Any, **operands: Any) -> tuple[Any, Any]:
+    """As jax differentiates and XLA partitions it; over shards of a sequence by the rules of a kernel."""
+    return (_chunked_over if spec.context > 1 else _exact)(spec, *arrays, **operands)
+
+
+def _in_order(implementation: Implementation) -> Implementation:
+    return dataclasses.replace(implementation, forward=context.in_order(implementation.forward))
+
+
 # In order of preference.
-IMPLEMENTATIONS = (HOPPER, cudnn.IMPLEMENTATION, reference.XLA_CHUNKED, reference.XLA)
+IMPLEMENTATIONS = (
+    HOPPER,
+    _in_order(cudnn.IMPLEMENTATION),
+    dataclasses.replace(reference.XLA_CHUNKED, forward=_chunked),
+    _in_order(reference.XLA),
+)
 
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
 
@@ -63,6 +88,8 @@ def dot_product_attention(
     causal_alignment: CausalAlignment = "top_left",
     segment_ids: SegmentIds | None = None,
     return_lse: bool = False,
+    zigzag: int = 1,
+    context_parallel: ContextParallel = "ring",
 ) -> Any:
     """Scaled dot-product attention: a drop-in for `jax.nn.dot_product_attention`.
 
@@ -87,6 +114,12 @@ def dot_product_attention(
       segment_ids: int (B, T) where T == S, or a pair of int (B, T) and (B, S). Tokens attend within equal ids only,
         wherever those stand. A negative id is padding: it sees nothing and nothing sees it.
       return_lse: also return the LSE, natural log, in float32 (float64 for float64 inputs), differentiable.
+      zigzag: all that belongs to queries or keys, and the results, are stored in the zigzag order of so many devices
+        (`sharding.ring.zigzag`); causality, windows and lengths go by places in the sequence, so that only the order of
+        the results differs. On a mesh with as many devices on `context` nothing has to be moved for it.
+      context_parallel: how shards of a sequence meet on a mesh with a `context` axis: "ring", keys and values go round
+        while queries attend; "all_gather", every device holds all of them. The results are the same. Sequences that do
+        not divide, and calls with a bias, a mask or an array for a scale, are whole on every device instead.
 
     Returns:
       out (B, T, N, H_v) in the query's dtype; with `return_residual` or `return_lse` a pair (out, (B, T, N)). A 3-D
@@ -97,7 +130,7 @@ def dot_product_attention(
     out as IEEE arithmetic has it, or NaN throughout. Softmax and sums are float32 (float64 for float64 inputs).
 
     Raises:
-      ValueError: the arguments have no meaning together, or the name is unknown.
+      ValueError: the arguments have no meaning together, or a name is unknown.
       Unsupported: the named implementation cannot serve the call; the message says why.
 
     Sources: arXiv 1706.03762, section 3.2.1; arXiv 2205.14135, section 3.1; arXiv 2305.13245 (K < N).
@@ -129,7 +162,10 @@ def dot_product_attention(
         causal_alignment=causal_alignment,
         segment_ids=None if segment_ids is None else (query_segments, kv_segments),
         return_lse=return_lse,
+        zigzag=zigzag,
+        context_parallel=context_parallel,
     )
+    spec = dataclasses.replace(spec, context=context.ways(spec))
     chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
     if spec.empty:
         out = jnp.zeros((spec.B, spec.T, spec.N, spec.H_v), spec.dtype)
@@ -173,6 +209,7 @@ def explain(
         spec = spec_or_query
     else:
         spec = make_spec(spec_or_query, *arrays, **arguments)
+        spec = dataclasses.replace(spec, context=context.ways(spec))
     return dispatch.explain(IMPLEMENTATIONS, spec, device or current_device(), name)
 
 

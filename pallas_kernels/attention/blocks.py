@@ -40,6 +40,7 @@ def overlaps(
     kv_lengths: Int[Any, " B"] | None = None,
     query_segments: Int[Any, "B T"] | None = None,
     kv_segments: Int[Any, "B S"] | None = None,
+    shifts: Int[Any, " B"] | None = None,
 ) -> tuple[Bool[Any, "b nq nk"], Bool[Any, "b nq nk"]]:
     """(live, full) for each pair of blocks: whether it may hold a visible pair, and whether every pair is visible.
 
@@ -48,12 +49,12 @@ def overlaps(
     so that the plan is a constant of the program; then b is 1. Segments are compared by the range of ids in a block,
     which is exact for ids in order and errs towards live for others.
     """
-    static = all(x is None for x in (query_lengths, kv_lengths, query_segments))
+    static = all(x is None for x in (query_lengths, kv_lengths, query_segments, shifts))
     xp = np if static else jnp
     T, S = spec.T, spec.S
     q_length = _per_batch(xp, query_lengths, T)
     kv_length = _per_batch(xp, kv_lengths, S)
-    shift = spec.shift
+    shift = spec.shift if shifts is None else shifts[:, None, None]
     if shift is None:
         shift = kv_length - q_length
     q_first, q_stop = _edges(xp, T, q_block, axis=1)
@@ -101,12 +102,15 @@ def aligned(x: Float[Array, "B L N H"], head_dim: int) -> Float[Array, "B L8 N H
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, head_dim - x.shape[3])))
 
 
-def facts(spec: AttentionSpec, query_lengths: Any = None, kv_lengths: Any = None) -> Int[Array, "B 3"]:
+def facts(
+    spec: AttentionSpec, query_lengths: Any = None, kv_lengths: Any = None, shifts: Any = None
+) -> Int[Array, "B 3"]:
     """(query length, key length, shift) of each batch entry."""
     query = jnp.broadcast_to(spec.T if query_lengths is None else query_lengths.clip(0, spec.T), (spec.B,))
     kv = jnp.broadcast_to(spec.S if kv_lengths is None else kv_lengths.clip(0, spec.S), (spec.B,))
-    shift = kv - query if spec.shift is None else jnp.full((spec.B,), spec.shift)
-    return jnp.stack([query, kv, shift], axis=1).astype(jnp.int32)
+    if shifts is None:
+        shifts = kv - query if spec.shift is None else jnp.full((spec.B,), spec.shift)
+    return jnp.stack([query, kv, shifts], axis=1).astype(jnp.int32)
 
 
 def segment_blocks(ids: Int[Array, "B L"], block: int, padding: int) -> Int[Array, "B blocks block"]:

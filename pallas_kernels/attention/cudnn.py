@@ -27,6 +27,8 @@ def why_not(spec: AttentionSpec, device: Device) -> str | None:
         return f"the head dim must be a multiple of 8 up to {most} on this device, not {spec.H}"
     if spec.H_v != spec.H:
         return f"jax.nn wants value and key of one shape, but the head dims are {spec.H_v} and {spec.H}"
+    if spec.context > 1:
+        return "jax.nn returns no LSE by which the shards of a sequence could be merged"
     if spec.segments:
         return "jax.nn has no segment ids"
     if spec.mask is not None:

@@ -14,11 +14,14 @@ Reverse mode transposes the tangent and never evaluates it, so it runs kernels o
 (`jax.experimental.hijax`) has one beside its vjp, but `jax.checkpoint` differentiates by the jvp alone: under it the
 kernels would not run backward. The signatures of its rules also differ between jax 0.11 and 0.12.
 
-The shard_map is inside the primitives: rules and names are outside it, and a kernel sees the arrays of one device.
+The shard_map is inside the primitives: rules and names are outside it, and a kernel sees the arrays of one device. So
+does a kernel over shards of a sequence (`context`), which talks to the other devices; sequences are cut where the spec
+says so, whose T and S stay those of the whole.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +39,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import unmarked
 from pallas_kernels.attention.spec import OP, AttentionSpec
 from pallas_kernels.device import alone
-from sharding.local import axes_of, dividing
-from sharding.rules import RULES
+from sharding.local import axes_of, dividing, free_axes
 
-# Dims of every operand and result: B batch, N and K heads, the rest whole on every device.
+# Dims of every operand and result: B batch, T and S of sequences, N and K heads, the rest whole on every device.
 _QUERY, _KEY, _VALUE, _OUT, _LSE = "BTNH", "BSKH", "BSKV", "BTNV", "BTN"
 _OPTIONAL = {"query_lengths": "B", "kv_lengths": "B", "query_segments": "BT", "kv_segments": "BS"}
 
@@ -54,7 +56,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *,
       exact: called as forward is; any jax function of linear memory that jax differentiates by itself. It serves jvp,
         linearize and everything beyond first order.
 
-    The kernels see the shards of one device and a spec of their sizes; the scale is a Python number. Under
+    The kernels see the shards of one device and a spec of their sizes, but for T and S where `spec.context` is not 1;
+    the scale is a Python number. Under
     `jax.checkpoint`, a policy that saves the names "attention_out" and "attention_lse" keeps the forward kernel from
     running again. vmap folds its axis into the batch and broadcasts what it does not map.
     """
@@ -96,6 +99,11 @@ class _Call:
     def optional_dims(self) -> list[str]:
         return [_OPTIONAL[name] for name in self.optional]
 
+    @property
+    def whole(self) -> "_Call":
+        """The call on sequences that are whole on every device."""
+        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, context=1))
+
     def run(self, function: Callable[..., Any], arrays: Sequence[Any], optional: Sequence[Any]) -> Any:
         query, key = arrays[:2]
         spec = dataclasses.replace(self.spec, B=query.shape[0], N=query.shape[2], K=key.shape[2])
@@ -110,22 +118,22 @@ class _Call:
 
 
 def _forward(*arrays: Array, call: _Call) -> list[Array]:
-    def kernel(q, k, v, *optional):
+    def kernel(call, q, k, v, *optional):
         return tuple(call.run(call.forward, (q, k, v), optional))
 
-    return _by_shards(kernel, [_QUERY, _KEY, _VALUE, *call.optional_dims], [_OUT, _LSE], arrays)
+    return _by_shards(kernel, call, [_QUERY, _KEY, _VALUE, *call.optional_dims], [_OUT, _LSE], arrays)
 
 
 def _backward(*arrays: Array, call: _Call) -> list[Array]:
     """Operands q, k, v, out, lse, dout, the optional ones, and dlse if there is one."""
     count = 6 + len(call.optional)
 
-    def kernel(*arrays):
+    def kernel(call, *arrays):
         dlse = arrays[count] if len(arrays) > count else None
         return tuple(call.run(call.backward, (*arrays[:6], dlse), arrays[6:count]))
 
     dims = [_QUERY, _KEY, _VALUE, _OUT, _LSE, _OUT, *call.optional_dims, _LSE]
-    return _by_shards(kernel, dims[: len(arrays)], [_QUERY, _KEY, _VALUE], arrays)
+    return _by_shards(kernel, call, dims[: len(arrays)], [_QUERY, _KEY, _VALUE], arrays)
 
 
 def _exact_backward(*arrays: Array, call: _Call) -> list[Array]:
@@ -259,9 +267,10 @@ ad.primitive_transposes[_tangent] = _tangent_transpose
 
 
 def _by_shards(
-    function: Callable[..., Any], operands: Sequence[str], results: Sequence[str], arrays: Sequence[Any]
+    kernel: Callable[..., Any], call: _Call, operands: Sequence[str], results: Sequence[str], arrays: Sequence[Any]
 ) -> list[Any]:
-    """The function run on every device's part of the batch and the heads; sequences are gathered where split.
+    """kernel(call, *arrays) run on every device's part of the batch and the heads; of sequences where the call says so,
+    which are gathered otherwise.
 
     Over the mesh of `jax.set_mesh` by the rules of this library. Without one, or where it has other axes, as the
     operands happen to be split. Axes that a `shard_map` around has split are left alone.
@@ -273,8 +282,12 @@ def _by_shards(
             "Build it with make_mesh."
         )
     free = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    batch, heads = ([axis for axis in RULES[name] if axis in free] for name in ("batch", "act_heads"))
-    if not mesh.manual_axes and not batch and not heads:
+    batch, sequence, heads = (free_axes(name, mesh) for name in ("batch", "sequence", "act_heads"))
+    if math.prod(mesh.shape[axis] for axis in sequence) != call.spec.context:
+        call = call.whole  # the mesh is another than the one of the call
+    sequence = sequence if call.spec.context > 1 else ()
+    function = functools.partial(kernel, call)
+    if not mesh.manual_axes and not batch and not heads and not sequence:
         return list(_as_given(function, operands, results, arrays)(*arrays))
     if all(mesh.shape[axis] == 1 for axis in free):
         return list(function(*arrays))
@@ -283,8 +296,8 @@ def _by_shards(
     return list(
         jax.shard_map(
             function,
-            in_specs=tuple(_entries(dims, batch, heads) for dims in operands),
-            out_specs=tuple(_entries(dims, batch, heads) for dims in results),
+            in_specs=tuple(_entries(dims, batch, heads, sequence) for dims in operands),
+            out_specs=tuple(_entries(dims, batch, heads, sequence) for dims in results),
             axis_names=set(free),
             check_vma=False,  # a kernel does not say over which axes its results vary
         )(*arrays)
@@ -319,5 +332,6 @@ def _as_given(
     return partitioned
 
 
-def _entries(dims: str, batch: tuple[str, ...], heads: tuple[str, ...]) -> P:
-    return P(*({"B": batch, "N": heads, "K": heads}.get(dim) or None for dim in dims))
+def _entries(dims: str, batch: tuple[str, ...], heads: tuple[str, ...], sequence: tuple[str, ...] = ()) -> P:
+    axes = {"B": batch, "N": heads, "K": heads, "T": sequence, "S": sequence}
+    return P(*(axes.get(dim) or None for dim in dims))

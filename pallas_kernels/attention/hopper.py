@@ -63,7 +63,7 @@ class _Kernel:
 
     @property
     def dynamic(self) -> bool:
-        return self.spec.query_lengths or self.spec.kv_lengths
+        return self.spec.query_lengths or self.spec.kv_lengths or self.spec.shifted
 
     @property
     def poisonable(self) -> bool:
@@ -100,6 +100,7 @@ def attend(
     kv_lengths: Int[Array, " B"] | None = None,
     query_segments: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
+    shifts: Int[Array, " B"] | None = None,
     config: Config | None = None,
     device: Device = H200,
 ) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
@@ -115,10 +116,10 @@ def attend(
         query, scale = -query, -scale
     elif scale == 0:
         query, scale = jnp.zeros_like(query), 1.0
-    lengths = {"query_lengths": query_lengths, "kv_lengths": kv_lengths}
+    facts = {"query_lengths": query_lengths, "kv_lengths": kv_lengths, "shifts": shifts}
     live, full = blocks.overlaps(
         spec, config.q_block, config.kv_block, hide_tail=True,
-        query_segments=query_segments, kv_segments=kv_segments, **lengths,
+        query_segments=query_segments, kv_segments=kv_segments, **facts,
     )  # fmt: skip
     plan = jnp.stack([jnp.asarray(x) for x in blocks.ranges(live, full)], axis=-1)
     masked = not isinstance(full, np.ndarray) or not full.all()
@@ -134,7 +135,7 @@ def attend(
     operands = [blocks.aligned(x, dim) for x, dim in ((query, H), (key, H), (value, H_v))]
     side = [plan]
     if kernel.dynamic:
-        side.append(blocks.facts(spec, **lengths))
+        side.append(blocks.facts(spec, **facts))
     if query_segments is not None and kv_segments is not None:
         side.append(blocks.segment_blocks(query_segments, config.q_block, -1))
         side.append(blocks.segment_blocks(kv_segments, config.kv_block, -2))

@@ -205,6 +205,7 @@ def differentiate(
     kv_lengths: Int[Array, " B"] | None = None,
     query_segments: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
+    shifts: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
     """(dq, dk, dv) in the input dtypes, the same bits at every call: what goes into a kernel, and what comes of it.
 
@@ -212,8 +213,9 @@ def differentiate(
     that see no key, and NaN for those that see a key or a value that is not finite.
     """
     arrays: dict[str, Any] = dict(
-        query_lengths=query_lengths, kv_lengths=kv_lengths, query_segments=query_segments, kv_segments=kv_segments
-    )
+        query_lengths=query_lengths, kv_lengths=kv_lengths, query_segments=query_segments, kv_segments=kv_segments,
+        shifts=shifts,
+    )  # fmt: skip
     if abs(scale) < 1e-30:
         # -lse/scale would overflow. All logits are 0, and nothing comes back through them.
         rest = (key, value, out, lse, dout, dlse)
@@ -225,8 +227,8 @@ def differentiate(
     live, full = blocks.overlaps(spec, tiles.q_block, tiles.kv_block, hide_tail=True, **arrays)
     length: Any = S
     shift: Any = spec.shift
-    if query_lengths is not None or kv_lengths is not None:
-        facts = blocks.facts(spec, query_lengths, kv_lengths)
+    if query_lengths is not None or kv_lengths is not None or shifts is not None:
+        facts = blocks.facts(spec, query_lengths, kv_lengths, shifts)
         length, shift = facts[:, 1:2], facts[:, 2:3]
     plan = make_plan(live, full, shift, length)
     call = Call(

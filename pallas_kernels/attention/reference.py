@@ -16,7 +16,7 @@ never merged with others, so that a sharding over them survives.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,9 +99,9 @@ def _any_pair(spec: AttentionSpec, shared: _Shared, rows: _Rows, cols: _Cols) ->
     below, above = spec.bounds
     live = jnp.bool_(True)
     if above is not None:
-        live &= cols.position[0, 0, 0, 0, 0] <= rows.position[0, 0, 0, -1, 0] + shared.shift + above
+        live &= cols.position[0, 0, 0, 0, 0] <= rows.position[0, 0, 0, -1, 0] + jnp.max(shared.shift) + above
     if below is not None:
-        live &= cols.position[0, 0, 0, -1, 0] >= rows.position[0, 0, 0, 0, 0] + shared.shift - below
+        live &= cols.position[0, 0, 0, -1, 0] >= rows.position[0, 0, 0, 0, 0] + jnp.min(shared.shift) - below
     return live
 
 
@@ -121,7 +121,8 @@ def _attend_rows(
         def fold(carry: _Carry) -> _Carry:
             return _tile(spec, shared, rows, cols, fixed | sliced, carry)
 
-        if spec.shift is None or spec.bounds == (None, None):
+        # A shift that comes of lengths may be split over devices with the batch; a look at all of it would gather it.
+        if spec.bounds == (None, None) or (spec.shift is None and not spec.shifted):
             return fold(carry), None
         return jax.lax.cond(_any_pair(spec, shared, rows, cols), fold, lambda carry: carry, carry), None
 
@@ -143,6 +144,7 @@ def attend(
     kv_lengths: Int[Array, " B"] | None = None,
     query_segments: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
+    shifts: Int[Array, " B"] | None = None,
     chunks: tuple[int, int] | None = None,
 ) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
     """(out in the input dtype, lse in the accumulation dtype). `chunks` is (queries, keys) per tile; None: all."""
@@ -168,10 +170,12 @@ def attend(
     pair = {name: _grouped(x, spec) for name, x in (("bias", bias), ("mask", mask)) if x is not None}
     query_length = None if query_lengths is None else query_lengths.clip(0, T)[:, None, None, None, None]
     kv_length = None if kv_lengths is None else kv_lengths.clip(0, S)[:, None, None, None, None]
-    shift = (S if kv_length is None else kv_length) - (T if query_length is None else query_length)
+    shift: Any = spec.shift if shifts is None else shifts[:, None, None, None, None]
+    if shift is None:
+        shift = (S if kv_length is None else kv_length) - (T if query_length is None else query_length)
     shared = _Shared(
         scale=scale,
-        shift=shift if spec.shift is None else spec.shift,
+        shift=shift,
         query_length=T if query_length is None and T % q_chunk else query_length,
         kv_length=S if kv_length is None and S % kv_chunk else kv_length,
     )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 CausalAlignment = Literal["top_left", "bottom_right"]
+ContextParallel = Literal["ring", "all_gather"]
 
 OP = "dot_product_attention"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -21,7 +22,11 @@ class AttentionSpec:
     `window` is (left, right): query i sees keys i + shift - left ... i + shift + right, both ends included, where
     shift is 0 for "top_left"; for "bottom_right" it is such that the last query is level with the last key (of each
     batch entry, where lengths are given). `bias` is (shape, dtype name) and `mask` a shape, both 4-D.
-    `traced_scale` says that the scale is an array and not a Python number.
+    `traced_scale` says that the scale is an array and not a Python number. `zigzag` is the number of devices in whose
+    zigzag order the sequences are stored, 1 for their own order; lengths, causality and windows go by places in the
+    sequence. `context` is the number of devices that sequences are cut over, and `context_parallel` how they meet.
+
+    `shifted` is for calls that see a part of the sequences: the shift comes with the arrays, one per batch entry.
     """
 
     op: ClassVar[str] = OP
@@ -44,6 +49,10 @@ class AttentionSpec:
     mask: tuple[int, ...] | None = None
     traced_scale: bool = False
     return_lse: bool = False
+    zigzag: int = 1
+    context: int = 1
+    context_parallel: ContextParallel = "ring"
+    shifted: bool = False
 
     @property
     def G(self) -> int:
@@ -58,6 +67,8 @@ class AttentionSpec:
     @property
     def shift(self) -> int | None:
         """Position of query 0 among the keys, or None where it differs by batch entry and is known at run time."""
+        if self.shifted:
+            return None
         if self.causal_alignment == "top_left":
             return 0
         return None if self.query_lengths or self.kv_lengths else self.S - self.T
@@ -86,15 +97,19 @@ class AttentionSpec:
             fields.append(f"is_causal={self.is_causal} window={self.window} {self.causal_alignment}")
         fields += [name for name in ("query_lengths", "kv_lengths", "segments") if getattr(self, name)]
         fields += [f"{name}={getattr(self, name)}" for name in ("bias", "mask") if getattr(self, name) is not None]
-        fields += [name for name in ("traced_scale", "return_lse") if getattr(self, name)]
+        fields += [name for name in ("traced_scale", "return_lse", "shifted") if getattr(self, name)]
+        if self.zigzag > 1:
+            fields.append(f"zigzag={self.zigzag}")
+        if self.context > 1:
+            fields.append(f"context={self.context} ({self.context_parallel})")
         return ", ".join(fields)
 
     def live_pairs(self) -> int:
         """(query, key) pairs that causality and the window leave, per batch entry and head; no lengths, no masks."""
         if self.shift is None:
             raise ValueError(
-                f"{self.op}: live pairs are not static with causal_alignment='bottom_right' and sequence lengths - the "
-                "shift must be known. Drop the lengths from the spec."
+                f"{self.op}: live pairs are not static where the shift is not: with {self.shifted=}, or "
+                "causal_alignment='bottom_right' and sequence lengths - it must be known. Drop those from the spec."
             )
         below, above = self.bounds
         centre = np.arange(self.T) + self.shift
@@ -130,6 +145,8 @@ def make_spec(
     causal_alignment: Any = "top_left",
     segment_ids: Any = None,
     return_lse: bool = False,
+    zigzag: int = 1,
+    context_parallel: Any = "ring",
 ) -> AttentionSpec:
     """The spec of a call of `dot_product_attention`; of arrays only `.shape` and `.dtype` are read.
 
@@ -184,6 +201,16 @@ def make_spec(
             f"{OP}: unknown {causal_alignment=} - must be one of {get_args(CausalAlignment)}. Use 'top_left' for "
             "jax.nn's meaning and 'bottom_right' for FlashAttention's."
         )
+    if context_parallel not in get_args(ContextParallel):
+        raise ValueError(
+            f"{OP}: unknown {context_parallel=} - must be one of {get_args(ContextParallel)}. Use 'ring', which needs "
+            "the memory of one shard of keys."
+        )
+    if zigzag < 1 or (zigzag > 1 and (T % (2 * zigzag) or S % (2 * zigzag))):
+        raise ValueError(
+            f"{OP}: {zigzag=} with {T} queries and {S} keys - both must be multiples of twice a positive number of "
+            "devices. Pad them, or give zigzag=1 for sequences in their own order."
+        )
     if return_residual and return_lse:
         raise ValueError(
             f"{OP}: {return_residual=} with {return_lse=} - they are two forms of one result. Ask for return_lse."
@@ -201,6 +228,8 @@ def make_spec(
         mask=None if mask is None else _rank4(mask.shape),
         traced_scale=scale is not None and not isinstance(scale, (int, float)),
         return_lse=return_lse or return_residual,
+        zigzag=zigzag,
+        context_parallel=context_parallel,
     )  # fmt: skip
 
 

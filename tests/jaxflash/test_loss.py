@@ -89,10 +89,10 @@ def hidden_case(batch, length):
     return hidden, *case(batch, length, V)[1:]
 
 
-@functools.partial(jax.jit, static_argnames="chunk")
-def through_head(weight, hidden, targets, mask, chunk):
+@functools.partial(jax.jit, static_argnames=("chunk", "shards"))
+def through_head(weight, hidden, targets, mask, chunk, shards=1):
     def value(weight, hidden):
-        return chunked_cross_entropy(lambda x: x @ weight[None], hidden, targets, mask, chunk=chunk)
+        return chunked_cross_entropy(lambda x: x @ weight[None], hidden, targets, mask, chunk=chunk, shards=shards)
 
     return jax.value_and_grad(value, argnums=(0, 1), has_aux=True)(weight, hidden)
 
@@ -103,10 +103,12 @@ def head_oracle(weight, hidden, targets, mask, dtype):
     return total, np.einsum("btd,btv->dv", hidden, gradient), gradient @ weight.T
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 19, 1000])
-def test_chunked_equals_unchunked(chunk):
-    args = weights(), *hidden_case(3, 19)
-    (total, count), gradients = through_head(*args, chunk=chunk)
+@pytest.mark.parametrize(
+    "length, chunk, shards", [(19, 1, 1), (19, 5, 1), (19, 19, 1), (19, 1000, 1), (20, 7, 2), (20, 1, 4)]
+)
+def test_chunked_equals_unchunked(length, chunk, shards):
+    args = weights(), *hidden_case(3, length)
+    (total, count), gradients = through_head(*args, chunk=chunk, shards=shards)
     truth, reference = (head_oracle(*args, dtype) for dtype in (np.float64, np.float32))
     assert count == np.asarray(args[3]).sum()
     for got, exact, rounded in zip((total, *gradients), truth, reference, strict=True):

@@ -56,7 +56,8 @@ def test_check_reports_everything_at_once():
     with pytest.raises(ValueError) as error:
         check(shapes, axes, mesh, {"heads": 16, "kv_heads": 2})
     heading, *lines = str(error.value).splitlines()
-    assert heading.startswith("check: 7 problem(s) on mesh {'data': 1, 'fsdp': 2, 'stage': 1, 'tensor': 4}")
+    sizes = "{'data': 1, 'fsdp': 2, 'stage': 1, 'context': 1, 'tensor': 4}"
+    assert heading.startswith(f"check: 7 problem(s) on mesh {sizes}")
     assert [line.strip() for line in lines] == [
         "attn/extra: has no logical axes",
         "attn/k: dim 1 ('kv_heads') has size=64 in 2 units, not divisible by tensor=4; "
