@@ -277,8 +277,8 @@ def test_wrong_calls_are_told():
         quantize(model(), RECIPE, batches(), method="gptk")
     with pytest.raises(ValueError, match="unknown order='statik'. Did you mean 'static'?"):
         quantize(model(), RECIPE, batches(), order="statik")
-    with pytest.raises(ValueError, match="damping=-1 - must be finite"):
-        quantize(model(), RECIPE, batches(), damping=-1)
+    with pytest.raises(ValueError, match="damping=-1.0 - must be finite"):
+        quantize(model(), RECIPE, batches(), damping=-1.0)
     with pytest.raises(ValueError, match="method='awq' without batches"):
         quantize(model(), RECIPE, method="awq")
     with pytest.raises(ValueError, match="blocks/attention/k/weight is quantised already"):
