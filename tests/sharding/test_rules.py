@@ -14,6 +14,10 @@ from sharding.mesh import AXES, make_mesh
 from sharding.rules import RULES, bytes_per_device, check, constrain, copies, fitted, shardings, spec, state_shardings
 
 
+def abstract_mesh(**sizes):
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+
+
 def mesh_of(sizes):
     return make_mesh(dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
 
@@ -38,7 +42,7 @@ def test_rules_name_mesh_axes_in_use():
 
 
 def test_check_reports_everything_at_once():
-    mesh = AbstractMesh((1, 2, 1, 4), AXES)
+    mesh = abstract_mesh(fsdp=2, tensor=4)
     shapes = {
         "attn": {"k": array(30, 64), "q": array(31, 64), "extra": array(4)},
         "table": array(50257, 8),
@@ -85,10 +89,10 @@ def test_check_reports_everything_at_once():
     ],
 )
 def test_rules_give_way_where_they_do_not_fit(units, dealt, layer, embed, kv_heads):
-    table = fitted(AbstractMesh((1, 2, 4, 4), AXES), units, dealt=dealt)
+    table = fitted(abstract_mesh(fsdp=2, stage=4, tensor=4), units, dealt=dealt)
     assert (table["layer"], table["embed"], table["norm"], table["kv_heads"]) == (layer, embed, embed, kv_heads)
     assert {name for name in RULES if table[name] != RULES[name]} <= {"layer", "embed", "norm", "kv_heads"}
-    one_stage = fitted(AbstractMesh((1, 2, 1, 4), AXES), units, dealt=dealt)
+    one_stage = fitted(abstract_mesh(fsdp=2, tensor=4), units, dealt=dealt)
     assert one_stage["layer"] == RULES["layer"] and one_stage["embed"] == RULES["embed"]
 
 
@@ -183,7 +187,8 @@ def test_constrain_under_vmap_and_shard_map():
 
 
 def test_constrain_refuses_explicit_axes():
-    mesh = jax.make_mesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    sizes = tuple({"context": 1, "stage": 1}.get(axis, 2) for axis in AXES)
+    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="Explicit axes .* Build it with make_mesh"):
         constrain(jnp.ones((8, 4)), "batch", "act_mlp")
 
