@@ -9,16 +9,22 @@ NEWEST := tests/sharding/test_mesh.py tests/sharding/test_rules.py tests/pallas_
 	$(addprefix tests/pallas_kernels/attention/test_,probes.py reference.py api.py cudnn.py) \
 	tests/jaxflash/test_checkpoint.py
 
+# A test's processes, and the second worker, find compiled what the first one imported.
+unexport PYTHONDONTWRITEBYTECODE
+
+# Neighbours share programs: each worker takes a run of tests, and what is left of the other's at the end.
+PYTEST := pytest -n 2 --dist worksteal
+
 .PHONY: demo test test-slow test-newest aot lint format
 
 demo: $(BRING)
 	$(RUN) jaxflash demo
 
 test: $(BRING)
-	$(RUN) pytest -n 2 -m "not slow"
+	$(RUN) $(PYTEST) -m "not slow"
 
 test-slow: $(BRING)
-	$(RUN) pytest -n 2 -m slow
+	$(RUN) $(PYTEST) -m slow
 
 # The newest jax that pyproject.toml allows, in an environment of its own; uv.lock stays as it is.
 test-newest: $(BRING)

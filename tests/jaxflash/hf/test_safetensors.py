@@ -93,10 +93,10 @@ def test_json_that_is_no_object(text):
 
 def test_many_keys_are_compared_in_linear_time():
     pairs = [f'"{number}": 0' for number in range(200_000)]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match="gives '199999' twice"):
         parse_object(f"{{{', '.join([*pairs, pairs[-1]])}}}".encode(), "it")
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_an_integer_of_absurd_length():
