@@ -12,6 +12,7 @@ of the kernels is timed, and the row of a cell holds the best of each implementa
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -203,12 +204,33 @@ def tuned_rows(row: dict[str, Any], shared: dict[str, Any]) -> list[dict[str, An
     ]
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: microseconds by the clock of the kernel that a call runs, from the last row of every plain cell.
+
+    In brackets how many times as long 16-bit weights take by cuBLAS in the same run.
+    """
+    last = {row["cell"]: row for row in rows if "peer" not in row}
+    lines = ["| weight, K x N | " + " | ".join(f"M={M}" for M in ROWS) + " |", "|---" * (1 + len(ROWS)) + "|"]
+    for shape, (K, N) in SHAPES.items():
+        figures = []
+        for M in ROWS:
+            cell = Cell(shape=shape, M=M)
+            row, kernel = last.get(cell.name), "hopper" if M <= hopper.MOST_ROWS else "hopper_large"
+            figures.append(f"{row[kernel]['us']:.4g} ({row['bf16']['us'] / row[kernel]['us']:.2f}x)" if row else "-")
+        lines.append(f"| {shape}, {K} x {N} | " + " | ".join(figures) + " |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = arguments("pallas_kernels.bench_w4a16", __doc__ or "")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the best configurations into this tuned.json")
+    parser.add_argument("--table", type=Path, help="print this file's rows as a table, and time nothing")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
+        return 0
     if not has_gpu():
         return 2
     shared = setting("pallas_kernels.bench_w4a16", argv, args.commit)

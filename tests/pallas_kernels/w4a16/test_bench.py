@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from pallas_kernels.timing import Chain
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.cases import CASES
 from pallas_kernels.w4a16.spec import W4A16Spec
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +104,9 @@ def test_rows_of_cells_and_of_tuned_json(monkeypatch):
     assert [row["kernel"] for row in made] == list(api.KERNELS) and not bench_w4a16.tuned_rows(other, {})
     assert all(row["K"] == row["N"] == 4096 and row["length"] == 16 for row in made)
     assert made[0]["config"] == plain["hopper"]["config"] and set(made[0]["rivals_us"]) == {"bf16", "xla"}
+
+
+def test_readme_shows_the_rows():
+    rows = [json.loads(line) for line in (ROOT / "notebooks/results/w4a16_h200.jsonl").read_text().splitlines()]
+    assert bench_w4a16.table(rows) in (ROOT / "README.md").read_text()
+    assert len(bench_w4a16.table(rows).splitlines()) == 2 + len(bench_w4a16.SHAPES)
