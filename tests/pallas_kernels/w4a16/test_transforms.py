@@ -36,16 +36,16 @@ def seen(monkeypatch):
     """The exact path in the kernels' places; a list of (name, M, N) of what ran."""
     calls = []
 
-    def stand_in(name):
-        def matmul(spec, *operands, device):
-            assert device == H200
+    def stand_in(name, module):
+        def matmul(spec, *operands, config, device):
+            assert device == H200 and config in module.candidates(spec, device)
             calls.append((name, spec.M, spec.N))
             return reference.matmul(spec, *operands)
 
         return matmul
 
     for name, module in (("hopper", hopper), ("hopper_large", hopper_large)):
-        monkeypatch.setattr(module, "matmul", stand_in(name))
+        monkeypatch.setattr(module, "matmul", stand_in(name, module))
     return calls
 
 
