@@ -23,11 +23,17 @@ def cross_entropy(
     logits = jnp.where(mask[..., None], logits.astype(jnp.float32), 0.0)
     # Shifted before the target is taken: the difference of two large numbers would lose the small loss.
     logits = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    # By comparison, which goes into the sum's own pass and splits like it; a gather over a split vocabulary does not.
-    ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    chosen = jnp.where(ids == targets[..., None], logits, 0.0).sum(axis=-1)
-    nats = jnp.log(jnp.exp(logits).sum(axis=-1)) - chosen
+    nats = jnp.log(jnp.exp(logits).sum(axis=-1)) - _of_target(logits, targets)
     return jnp.where(mask, nats, 0.0).sum(), mask.sum().astype(jnp.float32)
+
+
+def _of_target(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:
+    """The logit of each target; any value where a target is no id."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        # In a pipeline's shard_map a gather over a split vocabulary ends the process (jaxlib 0.11.2). This splits.
+        ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
+        return jnp.where(ids == targets[..., None], logits, 0.0).sum(axis=-1)
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 
 
 def chunked_cross_entropy(
