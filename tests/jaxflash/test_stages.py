@@ -146,7 +146,6 @@ def test_layers_that_do_not_divide_take_no_more_memory(tiny, dealt):
     step.check_layout(config, mesh)
     _, shapes, axes = abstract(config.model)
     layout = rules.shardings(axes, mesh, step.stages.layout_rules(config, mesh))
-    assert jax.tree.map(lambda s: s.shape, shapes) == jax.tree.map(lambda s: s.shape, abstract(config.model)[1])
     for shape, sharding in zip(jax.tree.leaves(shapes["blocks"]), jax.tree.leaves(layout["blocks"]), strict=True):
         assert np.prod(sharding.shard_shape(shape.shape)) * 4 <= shape.size
 
