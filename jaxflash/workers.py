@@ -1,9 +1,11 @@
-"""Calls in processes of their own, which may crash, hang or be killed without taking the caller with them."""
+"""Calls in processes of their own, which may crash or hang without taking the caller with them."""
 
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import signal
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,29 +32,28 @@ def outcomes(
     """(number of the job, function(job)) as they come, or a `Lost` in the place of a result.
 
     Args:
-      function, begin: module-level, for a fresh interpreter imports them; begin(*arguments) runs once in each process.
-      workers: how many processes at a time. They are used again, but for those that died.
+      function, begin: importable by name, for a fresh interpreter does so; begin(*arguments) runs once in each process.
+      workers: how many processes at a time. They are used again, but for those that died of an exception or a crash.
       timeout: seconds after which a call is given up, and its process killed.
     """
-    waiting, idle, busy = deque(enumerate(jobs)), [], {}
+    waiting, idle = deque(enumerate(jobs)), []
+    busy: dict[Connection, tuple[_Worker, int, float]] = {}
     try:
         while waiting or busy:
             while waiting and len(busy) < workers:
                 worker = idle.pop() if idle else _Worker(function, begin, arguments)
                 number, job = waiting.popleft()
-                with contextlib.suppress(OSError):  # it has died: so its outcome will say
-                    worker.connection.send(job)
+                worker.ask(job)
                 busy[worker.connection] = worker, number, time.monotonic() + timeout
-            patience = min(deadline for _, _, deadline in busy.values()) - time.monotonic()
-            answered = wait(list(busy), max(patience, 0.0))
-            late = [connection for connection, (_, _, deadline) in busy.items() if deadline <= time.monotonic()]
-            for connection in answered or late:
-                worker, number, _ = busy.pop(connection)
-                outcome = worker.outcome() if answered else Lost(f"no result in {timeout:g} s")
-                if worker.process.is_alive() and answered:
-                    idle.append(worker)
-                else:
+            first = min(busy, key=lambda connection: busy[connection][2])
+            answered = wait(list(busy), max(busy[first][2] - time.monotonic(), 0.0))
+            for connection in answered or [first]:
+                worker, number, _ = busy.pop(connection)  # pyright: ignore[reportArgumentType]
+                outcome = worker.answer() if answered else Lost(f"no result in {timeout:g} s")
+                if isinstance(outcome, Lost):
                     worker.kill()
+                else:
+                    idle.append(worker)
                 yield number, outcome
     finally:
         for worker in (*idle, *(worker for worker, _, _ in busy.values())):
@@ -62,36 +63,39 @@ def outcomes(
 class _Worker:
     def __init__(self, function: Callable[[Any], Any], begin: Callable[..., None], arguments: tuple[Any, ...]):
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may deadlock
+        self.words = tempfile.NamedTemporaryFile()
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function, begin, arguments), daemon=True)
+        target = theirs, self.words.name, function, begin, arguments
+        self.process = context.Process(target=_serve, args=target, daemon=True)
         self.process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
 
-    def outcome(self) -> Any:
+    def ask(self, job: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has died, which the answer will say
+            self.connection.send(job)
+
+    def answer(self) -> Any:
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return Lost(f"its process ended with exit code {self.process.exitcode}")
+            words = self.words.read().decode(errors="replace").strip()
+            return Lost(f"its process ended with exit code {self.process.exitcode}: {words[-2000:]}")
 
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
         self.connection.close()
+        self.words.close()
 
 
 def _serve(
-    connection: Connection, function: Callable[[Any], Any], begin: Callable[..., None], arguments: tuple[Any, ...]
+    connection: Connection, words: str, function: Callable[[Any], Any], begin: Callable[..., None], arguments: tuple
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's, who will kill this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the caller, who ends this process
+    file = os.open(words, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 2)  # by number: what ends a process in C++ knows no sys.stderr
     begin(*arguments)
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:  # the caller is gone
-            return
-        try:
-            result = function(job)
-        except Exception as error:
-            result = Lost(f"{type(error).__name__}: {error}")
-        connection.send(result)
+    with contextlib.suppress(EOFError):  # the caller is gone
+        while True:
+            connection.send(function(connection.recv()))
