@@ -16,7 +16,7 @@ from jaxflash.workers import Lost, outcomes
 from sharding.mesh import AXES
 
 ALL = combinations(SMALL, meshes(8))
-AS_IT_IS, OTHER = turns(SMALL)[0], turns(SMALL)[-1]
+AS_IT_IS, OTHER = turns(SMALL)[0], turns(SMALL)[-1] | {"model.qkv_bias": True}
 # Few, and yet: each schedule, pairs of all axes but two, both models, packings, ways round the ring, chunks and more
 # microbatches than the stages divide; two key/value heads over four devices.
 SUBSET = [
