@@ -36,11 +36,6 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
     schedule = schedule_of(config, mesh)
     if schedule is None:
         return
-    if (context := rules.ways("sequence", mesh)) > 1:
-        raise ValueError(
-            f"train: stage={schedule.stages} with {context=} - a pipeline takes whole sequences. Set one of them to 1, "
-            "and use the devices for fsdp."
-        )
     layers, width = config.model.n_layers, config.model.d_model
     if schedule.stages * schedule.chunks > layers:
         chunks = f" of {schedule.chunks} chunks each (stage_chunks)" if schedule.chunks > 1 else ""
@@ -106,7 +101,7 @@ def _apart(params: Any) -> tuple[dict, Any]:
 def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
     graph, shapes, axes = abstract(config.model)
     blocks = nnx.split(nnx.merge(graph, shapes).blocks)[0]
-    table = layout_rules(config, mesh)
+    table, shards = layout_rules(config, mesh), rules.ways("sequence", mesh)
 
     def laid_out(params: Any, names: Any) -> Any:
         """As they are stored, which their gradients are then too: sums over microbatches stay split."""
@@ -121,21 +116,24 @@ def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
 
     def layers(params: Any, live: jax.Array, x: jax.Array, rows: Any) -> jax.Array:
         stack = nnx.merge(blocks, laid_out(params, axes["blocks"]))
-        return run_blocks(config.model, stack, x, rows["positions"], rows.get("segment_ids"), live=live)[0]
+        ids = rows.get("segment_ids")
+        return run_blocks(config.model, stack, x, rows["positions"], ids, live=live, zigzag=shards)[0]
 
     def head(shared: Any, x: jax.Array, rows: Any, part: jax.Array) -> tuple[jax.Array, jax.Array]:
         whole = model(shared)
-        x, targets, mask = (_every_nth(a, stages, part) for a in (x, rows["targets"], rows["loss_mask"]))
-        return chunked_cross_entropy(whole.logits, whole.norm(x), targets, mask, chunk=config.loss_chunk)
+        x, targets, mask = (_every_nth(a, stages, part, shards) for a in (x, rows["targets"], rows["loss_mask"]))
+        return chunked_cross_entropy(whole.logits, whole.norm(x), targets, mask, chunk=config.loss_chunk, shards=shards)
 
     return Stages(embed=embed, layers=layers, head=head, n_layers=config.model.n_layers)
 
 
-def _every_nth(x: Shaped[Array, "b t ..."], n: int, first: jax.Array) -> Shaped[Array, "b part ..."]:
-    """Places first, first + n, ... of every row, which is filled up with zeros (masked places).
+def _every_nth(x: Shaped[Array, "b t ..."], n: int, first: jax.Array, shards: int) -> Shaped[Array, "b part ..."]:
+    """Places first, first + n, ... of each of the `shards` of a row, filled up with zeros (masked places).
 
     Not a run of them: where the sequence is split over devices, each has its own part of these.
     """
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % n)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(x.shape[0], -1, n, *x.shape[2:])
-    return jax.lax.dynamic_index_in_dim(x, first, 2, keepdims=False)
+    rest = x.shape[2:]
+    x = x.reshape(x.shape[0], shards, -1, *rest)
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % n)] + [(0, 0)] * len(rest))
+    x = x.reshape(x.shape[0], shards, -1, n, *rest)
+    return jax.lax.dynamic_index_in_dim(x, first, 3, keepdims=False).reshape(x.shape[0], -1, *rest)
