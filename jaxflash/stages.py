@@ -114,8 +114,11 @@ def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
     def embed(shared: Any, rows: Any) -> jax.Array:
         return model(shared).embed(rows["tokens"])
 
+    def place(params: Any) -> Any:
+        return laid_out(params, axes["blocks"])
+
     def layers(params: Any, live: jax.Array, x: jax.Array, rows: Any) -> jax.Array:
-        stack = nnx.merge(blocks, laid_out(params, axes["blocks"]))
+        stack = nnx.merge(blocks, params)
         ids = rows.get("segment_ids")
         return run_blocks(config.model, stack, x, rows["positions"], ids, live=live, zigzag=shards)[0]
 
@@ -124,7 +127,7 @@ def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
         x, targets, mask = (_every_nth(a, stages, part, shards) for a in (x, rows["targets"], rows["loss_mask"]))
         return chunked_cross_entropy(whole.logits, whole.norm(x), targets, mask, chunk=config.loss_chunk, shards=shards)
 
-    return Stages(embed=embed, layers=layers, head=head, n_layers=config.model.n_layers)
+    return Stages(embed=embed, place=place, layers=layers, head=head, n_layers=config.model.n_layers)
 
 
 def _every_nth(x: Shaped[Array, "b t ..."], n: int, first: jax.Array, shards: int) -> Shaped[Array, "b part ..."]:
