@@ -128,17 +128,33 @@ class Program:
     init: Callable[[], TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any, jax.Array, Any], jax.Array]
+    rows: int  # of a microbatch, over the whole mesh
+
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """Which rows of a microbatch the devices of this process hold, ascending: those that it reads."""
+        held = _rows_sharding(self.mesh, 1).addressable_devices_indices_map((self.rows,)).values()
+        return np.unique(np.concatenate([np.arange(self.rows)[index] for index in held if index is not None]))
 
     def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Host rows (..., b, T) onto the mesh: rows over the batch axes, their places over the sequence axes.
+        """The own rows (..., o, T) of each process onto the mesh, as (..., b, T).
 
-        Places are put into the zigzag order of those. Each process gives its own part.
+        Rows lie over the batch axes, their places, in zigzag order, over the sequence axes.
         """
         shards = rules.ways("sequence", self.mesh)
 
         def one(x: np.ndarray) -> jax.Array:
             x = zigzag(x, shards, axis=-1)
-            return jax.make_array_from_callback(x.shape, _rows_sharding(self.mesh, x.ndim), lambda index: x[index])
+
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # of a device of this process
+                *before, row, place = index
+                wanted = np.arange(self.rows)[row]
+                first = int(np.searchsorted(self.own_rows, wanted[0]))  # a device's rows are neighbours
+                return x[(*before, slice(first, first + len(wanted)), place)]
+
+            shape = (*x.shape[:-2], self.rows, x.shape[-1])
+            return jax.make_array_from_callback(shape, _rows_sharding(self.mesh, x.ndim), part)
 
         return {name: one(x) for name, x in arrays.items()}
 
@@ -180,6 +196,7 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
             init=jax.jit(init, out_shardings=shardings),
             step=step.lower(state, rows).compile(),
             evaluate=evaluate.lower(state.params, sums, micro).compile(),
+            rows=config.batch_size // config.accumulate,
         )
 
 
@@ -231,7 +248,8 @@ def _abstract_rows(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeS
 
 
 def _rows_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
-    return NamedSharding(mesh, P(*[None] * (ndim - 2), *rules.spec(("batch", "sequence"))))
+    """Of rows (b,), and of (..., b, T)."""
+    return NamedSharding(mesh, P(*[None] * (ndim - 2), *rules.spec(("batch", "sequence")[:ndim])))
 
 
 def _micro(rows: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:

@@ -91,6 +91,17 @@ def test_batch_n_depends_on_seed_and_n_alone(count, batch_size):
         assert whole[start * batch_size :] == resumed
 
 
+def test_a_process_reads_its_own_rows_of_the_same_batches(monkeypatch):
+    rows, own, read = numbered_rows(11), np.array([0, 1, 4]), []
+    whole = list(islice(batches(rows, batch_size=6, seed=1), 4)), list(validation_batches(rows, batch_size=6))
+    gather = rows.gather
+    monkeypatch.setattr(rows, "gather", lambda indices: read.append(len(indices)) or gather(indices))
+    mine = list(islice(batches(rows, batch_size=6, seed=1, own=own), 4))
+    for part, batch in zip([*mine, *validation_batches(rows, batch_size=6, own=own)], sum(whole, []), strict=True):
+        same(part, Batch(*(None if field is None else field[own] for field in batch)))
+    assert set(read) == {3}
+
+
 def test_epochs_are_permutations_that_differ():
     rows = numbered_rows(50)
     order = np.array(order_of(batches(rows, batch_size=10, seed=3), 50)).reshape(10, 50)
