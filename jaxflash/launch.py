@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType, TracebackType
-from typing import TextIO
+from typing import Any
 
 import jax
 
@@ -188,7 +188,7 @@ def _child(address: str, arguments: Sequence[str], index: int, count: int, devic
     )
 
 
-def _forward(pipe: Iterable[str], to: TextIO, prefix: str) -> None:
+def _forward(pipe: Iterable[str], to: Any, prefix: str) -> None:
     for line in pipe:
         to.write(prefix + line.rstrip("\n") + "\n")
         to.flush()
