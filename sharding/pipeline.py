@@ -255,9 +255,11 @@ def _wide(x: Array) -> Any:
 
 
 def _varying(tree: PyTree) -> PyTree:
-    """Marked as differing between stages."""
+    """Marked as differing between stages, and over the axes of a `shard_map` around this one (`sharding.once`)."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
 
     def one(x: Array) -> Array:
-        return x if STAGE in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, STAGE, to="varying")
+        missing = set(axes) - set(jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(one, tree)
