@@ -126,7 +126,6 @@ def test_key_value_heads_fewer_than_devices_are_whole_on_each(tiny):
         ({"mesh": {"stage": 2, "fsdp": 4}, "model.n_layers": 5, "model.d_model": 20},
             r"d_model=20 .*fsdp\*stage=8 .*n_layers=5 over stage=2.* Use stage=1 or 5, or"),
         ({"mesh": {"stage": 2, "data": 4}, "accumulate": 4}, r"2 rows at a time, not divisible by the 4 ways"),
-        ({"mesh": {"stage": 2, "context": 2}}, r"stage=2 with context=2 - a pipeline takes whole sequences"),
         ({"schedule": "1f2b"}, r"Did you mean '1f1b'"),
         ({"stage_chunks": 1}, r"stage_chunks=1 - interleaved"),
     ],
@@ -160,4 +159,4 @@ def test_hopper_kernels_run_inside_stages(tiny, monkeypatch):
     with jax.set_mesh(mesh):
         traced = jax.jit(step.loss_functions(config, mesh)[0]).trace(abstract(config.model)[1], rows)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 3  # forward; again where a stage's backward begins; backward
+    assert text.count("mosaic_gpu_v2") == 2  # forward, and backward from what it kept
