@@ -95,6 +95,7 @@ class TrainConfig:
     mesh axis `fsdp` splits: parameters, gradients and optimizer state (3: a layer is gathered where it is used), or
     only the state and the sums of gradients (1: more memory, and parameters are gathered once a step). Learning rate:
     linear over `warmup_steps`, then a cosine to `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`).
+    beta1, beta2, epsilon: Adam's, as in its paper (1412.6980).
     eval_every, checkpoint_every: steps (0: only at the end). eval_batches: batches an evaluation
     (0: the whole validation split).
     """
@@ -115,6 +116,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
+    epsilon: float = 1e-8
     clip_norm: float = 1.0
     loss_chunk: int = 1024
     seed: int = 0
@@ -158,8 +160,10 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: validation_fraction={self.validation_fraction} - must lie between 0 and 1.")
         if not (self.learning_rate > 0 and self.clip_norm > 0):
             raise ValueError(f"TrainConfig: {self.learning_rate=} and {self.clip_norm=} must be positive.")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ValueError(f"TrainConfig: {self.beta1=} and {self.beta2=} must lie in [0, 1).")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon > 0):
+            raise ValueError(
+                f"TrainConfig: {self.beta1=} and {self.beta2=} must lie in [0, 1), and {self.epsilon=} be positive."
+            )
         if not (self.weight_decay >= 0 and 0 <= self.final_lr_fraction <= 1):
             raise ValueError(
                 f"TrainConfig: {self.weight_decay=} must not be negative and {self.final_lr_fraction=} lie in [0, 1]."

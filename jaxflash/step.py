@@ -47,7 +47,8 @@ def make_optimizer(config: TrainConfig, axes: Any) -> tuple[optax.GradientTransf
         return path[-1].key in ("weight", "table")
 
     mask = jax.tree_util.tree_map_with_path(is_matrix, axes, is_leaf=lambda a: isinstance(a, tuple))
-    adamw = optax.adamw(schedule, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=mask)
+    moments = config.beta1, config.beta2, config.epsilon
+    adamw = optax.adamw(schedule, *moments, weight_decay=config.weight_decay, mask=mask)
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw), schedule
 
 
