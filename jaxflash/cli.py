@@ -1,5 +1,4 @@
-"""The `jaxflash` command: `demo`, `train`, `generate`, `evaluate`, `quantize`, `convert`, `inspect`, `explain`,
-`verify`.
+"""The `jaxflash` command: demo, train, launch, verify, generate, evaluate, quantize, convert, inspect, explain.
 
 Flags are the configuration's own field names.
 """
@@ -35,6 +34,7 @@ from jaxflash.hf.convert import TARGETS, convert, written_bytes
 from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
 from jaxflash.language_model import LanguageModel, load, save
+from jaxflash.launch import join, start
 from jaxflash.quantize import METHODS, check_method, quantize
 from jaxflash.quantize_report import summary, write_report
 from jaxflash.train import train
@@ -62,16 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     A wrong call or input ends with one paragraph on stderr and exit status 2; a run stopped by a signal, saved, with
     128 plus the signal's number.
     """
-    parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for add in (
-        _add_demo, _add_train, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect, _add_explain,
-        _add_verify,
-    ):  # fmt: skip
-        add(commands)
-    args, extra = parser.parse_known_args(argv)
-    if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(extra)}")
+    args = _parse(argv)
     try:
         if args.cpu_devices is not None:
             use_cpu_devices(args.cpu_devices)
@@ -83,6 +74,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    for add in (
+        _add_demo, _add_train, _add_launch, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect,
+        _add_explain, _add_verify,
+    ):  # fmt: skip
+        add(commands)
+    args, extra = parser.parse_known_args(argv)
+    if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(extra)}")
+    return args
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -153,6 +158,43 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
     if args.preset is None and args.out is not None and (Path(args.out) / "config.json").exists():
         return override(checkpoint.read_config(Path(args.out)), changes)
     return train_preset(args.preset or "tiny", **changes)
+
+
+def _add_launch(commands: Any) -> None:
+    text = "Train in several processes: of this machine (-n), of a SLURM or Open MPI job, or one by one."
+    parser = commands.add_parser("launch", help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=_launch, cpu_devices=None)
+    parser.add_argument("-n", type=int, metavar="N", help="start N processes here")
+    parser.add_argument(
+        "--devices-per-process", type=int, metavar="K", help="with -n: GPUs, or parts of the CPU (default 1)"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="one by one: where process 0 listens")
+    parser.add_argument("--processes", type=int, metavar="N", help="one by one: how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="one by one: which this is, from 0")
+    parser.add_argument("--devices", type=_numbers, metavar="I,J", help="one by one: the GPUs to use (default: all)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="train ...", help="what each of them runs")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _launch(args: argparse.Namespace) -> None:
+    inner = _parse(args.arguments)
+    if inner.command != "train":
+        raise ValueError(f"launch: {inner.command!r} runs in one process. Give `train` and its flags.")
+    train_config(inner)  # what is wrong is said once, not by every process
+    place = {name: getattr(args, name) for name in ("coordinator", "processes", "process", "devices")}
+    if args.n is None:
+        if args.devices_per_process is not None:
+            raise ValueError("launch: --devices-per-process is for -n. Give --devices, or one GPU to each task.")
+        join(lambda: main(args.arguments), **place)
+    elif any(value is not None for value in place.values()):
+        raise ValueError(
+            f"launch: -n {args.n} starts all processes here. Leave out --coordinator and what goes with it."
+        )
+    elif status := start(args.arguments, processes=args.n, devices=args.devices_per_process or 1):
+        sys.exit(status)
 
 
 def _add_generate(commands: Any) -> None:

@@ -15,6 +15,7 @@ from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
+Zero = Literal[1, 3]
 Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
 
 
@@ -90,7 +91,9 @@ class TrainConfig:
     data: files, folders or globs of .txt and .jsonl (None: the shipped corpus). tokenizer: "byte" or the path of a
     tokenizer.json. seq_len: tokens a row; batch_size: rows an optimizer step over the whole mesh, of which
     `accumulate` equal parts are computed one after the other: the microbatches of a pipeline, if the mesh has stages.
-    These take turns by `schedule`, each with one run of layers or, interleaved, with `stage_chunks`. Learning rate:
+    These take turns by `schedule`, each with one run of layers or, interleaved, with `stage_chunks`. zero: what the
+    mesh axis `fsdp` splits: parameters, gradients and optimizer state (3: a layer is gathered where it is used), or
+    only the state and the sums of gradients (1: more memory, and parameters are gathered once a step). Learning rate:
     linear over `warmup_steps`, then a cosine to `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`).
     beta1, beta2, epsilon: Adam's, as in its paper (1412.6980).
     eval_every, checkpoint_every: steps (0: only at the end). eval_batches: batches an evaluation
@@ -120,6 +123,7 @@ class TrainConfig:
     mesh: Mapping[str, int] = field(default_factory=dict)
     schedule: ScheduleName = "1f1b"
     stage_chunks: int = 2
+    zero: Zero = 3
     out: str | None = None
     eval_every: int = 0
     eval_batches: int = 0
@@ -173,7 +177,18 @@ class TrainConfig:
 
 # What may change between two calls that continue one run: how far, where, and how often it reports.
 RESUMABLE = frozenset(
-    {"steps", "mesh", "schedule", "stage_chunks", "out", "eval_every", "eval_batches", "checkpoint_every", "keep"}
+    {
+        "steps",
+        "mesh",
+        "schedule",
+        "stage_chunks",
+        "zero",
+        "out",
+        "eval_every",
+        "eval_batches",
+        "checkpoint_every",
+        "keep",
+    }
 )
 
 
@@ -352,6 +367,7 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     origin, args = typing.get_origin(target), typing.get_args(target)
     if origin is Literal:
         what, _, name = where.rpartition(".")
+        value = next((option for option in args if str(option) == value), value)
         _check_literal(what, name, value, args)
         return value
     try:

@@ -26,6 +26,7 @@ from jaxflash.model import abstract, axis_units, init_params
 from pallas_kernels import dispatch
 from pallas_kernels.attention.api import IMPLEMENTATIONS
 from sharding import rules
+from sharding.once import Sums, summed_once
 from sharding.ring import zigzag
 
 
@@ -66,26 +67,39 @@ def loss_sum(
 
 
 def gradients(
-    graph: Any, params: Any, batch: dict[str, jax.Array], chunk: int, shards: int = 1
+    graph: Any,
+    params: Any,
+    batch: dict[str, jax.Array],
+    chunk: int,
+    shards: int = 1,
+    once: Callable[[Sums], Sums] = lambda sums: sums,
 ) -> tuple[Any, jax.Array, jax.Array]:
     """Gradient of the mean loss over all tokens of an (A, b, T) batch in float32, the loss sum and the token count.
 
-    The A microbatches are summed, tokens and all, and divided once: the same gradient for any A.
+    The A microbatches are summed, tokens and all, and divided once: the same gradient for any A. once: see that the
+    mesh adds up the sums over microbatches (`sharding.once`), and not every term of them.
     """
-    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk, shards), has_aux=True)
-
-    def add(carry, rows):
-        (total, count), grads = grad(params, rows)
-        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, (grads, total, count)), None
-
-    if batch["tokens"].shape[0] == 1:  # no accumulator to hold beside the gradient
-        (total, count), grads = grad(params, {k: v[0] for k, v in batch.items()})
-    else:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        start = (zeros, jnp.zeros(()), jnp.zeros(()))
-        (grads, total, count), _ = jax.lax.scan(add, start, batch)
+    grads, (total, count) = once(functools.partial(_gradient_sums, graph, chunk, shards))(params, batch)
     scale = 1.0 / jnp.maximum(count, 1.0)
     return jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads), total, count
+
+
+def _gradient_sums(graph: Any, chunk: int, shards: int, params: Any, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+    """(gradient, (loss sum, token count)) of the microbatches together."""
+    grad = jax.value_and_grad(lambda p, rows: loss_sum(graph, p, rows, chunk, shards), has_aux=True)
+
+    def of(rows):
+        sums, grads = grad(params, rows)
+        return grads, sums
+
+    def add(carry, rows):
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), carry, of(rows)), None
+
+    if batch["tokens"].shape[0] == 1:  # no accumulator to hold beside the gradient
+        return of({k: v[0] for k, v in batch.items()})
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+    nothing = jnp.zeros_like(batch["loss_mask"], jnp.float32, shape=())  # marked as the sums are, in a shard_map
+    return jax.lax.scan(add, (zeros, (nothing, nothing)), batch)[0]
 
 
 def train_step(
@@ -96,11 +110,14 @@ def train_step(
     state: TrainState,
     batch: dict[str, jax.Array],
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step; pure. gradients: of (params, batch); shardings: the parameters', which these take too."""
+    """One optimizer step; pure. gradients: of (params, batch); shardings: the gradients' and the optimizer's.
+
+    The parameters are updated in that layout too, each device its part, whatever they are stored in.
+    """
     grads, total, count = gradients(state.params, batch)
-    grads = jax.lax.with_sharding_constraint(grads, shardings)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    grads, params = jax.lax.with_sharding_constraint((grads, state.params), (shardings, shardings))
+    updates, opt_state = tx.update(grads, state.opt_state, params)
+    params = optax.apply_updates(params, updates)
     metrics = {
         "loss": total / jnp.maximum(count, 1.0),
         "tokens": count,
@@ -129,17 +146,33 @@ class Program:
     init: Callable[[], TrainState]
     step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Any, jax.Array, Any], jax.Array]
+    rows: int  # of a microbatch, over the whole mesh
+
+    @functools.cached_property
+    def own_rows(self) -> np.ndarray:
+        """Which rows of a microbatch the devices of this process hold, ascending: those that it reads."""
+        held = _rows_sharding(self.mesh, 1).addressable_devices_indices_map((self.rows,)).values()
+        return np.unique(np.concatenate([np.arange(self.rows)[index] for index in held if index is not None]))
 
     def put(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Host rows (..., b, T) onto the mesh: rows over the batch axes, their places over the sequence axes.
+        """The own rows (..., o, T) of each process onto the mesh, as (..., b, T).
 
-        Places are put into the zigzag order of those. Each process gives its own part.
+        Rows lie over the batch axes, their places, in zigzag order, over the sequence axes.
         """
         shards = rules.ways("sequence", self.mesh)
 
         def one(x: np.ndarray) -> jax.Array:
             x = zigzag(x, shards, axis=-1)
-            return jax.make_array_from_callback(x.shape, _rows_sharding(self.mesh, x.ndim), lambda index: x[index])
+
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # of a device of this process
+                *before, row, place = index
+                wanted = np.arange(self.rows)[row]
+                first = int(np.searchsorted(self.own_rows, wanted[0]))  # a device's rows are neighbours
+                return x[(*before, slice(first, first + len(wanted)), place)]
+
+            shape = (*x.shape[:-2], self.rows, x.shape[-1])
+            return jax.make_array_from_callback(shape, _rows_sharding(self.mesh, x.ndim), part)
 
         return {name: one(x) for name, x in arrays.items()}
 
@@ -163,12 +196,13 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
 
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(init)
-        params = rules.shardings(axes, mesh, stages.layout_rules(config, mesh))
-        opt_state = rules.state_shardings(tx, shapes.opt_state, params, mesh)
+        params = rules.shardings(axes, mesh, stages.parameter_rules(config, mesh))
+        split = rules.shardings(axes, mesh, stages.layout_rules(config, mesh))
+        opt_state = rules.state_shardings(tx, shapes.opt_state, split, mesh)
         shardings = TrainState(params, opt_state, NamedSharding(mesh, P()))
         state = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
 
-        step = functools.partial(train_step, grad, tx, schedule, params)
+        step = functools.partial(train_step, grad, tx, schedule, split)
         replicated = NamedSharding(mesh, P())
         step = jax.jit(step, out_shardings=(shardings, replicated), donate_argnums=0)
         evaluate = jax.jit(functools.partial(eval_step, loss), out_shardings=replicated)
@@ -181,6 +215,7 @@ def compile_program(config: TrainConfig, mesh: Mesh) -> Program:
             init=jax.jit(init, out_shardings=shardings),
             step=step.lower(state, rows).compile(),
             evaluate=evaluate.lower(state.params, sums, micro).compile(),
+            rows=config.batch_size // config.accumulate,
         )
 
 
@@ -190,8 +225,11 @@ def loss_functions(config: TrainConfig, mesh: Mesh) -> tuple[Callable[..., Any],
     if schedule is not None:
         pipeline = stages.Pipeline(config, mesh, schedule)
         return pipeline.gradients, pipeline.loss_sum
-    graph, how = abstract(config.model)[0], {"chunk": config.loss_chunk, "shards": rules.ways("sequence", mesh)}
-    return functools.partial(gradients, graph, **how), functools.partial(loss_sum, graph, **how)
+    graph, _, axes = abstract(config.model)
+    how: dict[str, Any] = {"chunk": config.loss_chunk, "shards": rules.ways("sequence", mesh)}
+    specs = rules.specs(axes, stages.layout_rules(config, mesh))
+    once = functools.partial(summed_once, axes=stages.once_axes(config, mesh), specs=specs)
+    return functools.partial(gradients, graph, **how, once=once), functools.partial(loss_sum, graph, **how)
 
 
 def check_layout(config: TrainConfig, mesh: Mesh) -> None:
@@ -232,7 +270,8 @@ def _abstract_rows(config: TrainConfig, mesh: Mesh) -> dict[str, jax.ShapeDtypeS
 
 
 def _rows_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
-    return NamedSharding(mesh, P(*[None] * (ndim - 2), *rules.spec(("batch", "sequence"))))
+    """Of rows (b,), and of (..., b, T)."""
+    return NamedSharding(mesh, P(*[None] * (ndim - 2), *rules.spec(("batch", "sequence")[:ndim])))
 
 
 def _micro(rows: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:

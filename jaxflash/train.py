@@ -106,7 +106,7 @@ def train(
 
 def _loop(config, program: Program, dataset: Dataset, state, first: int, saved, progress: Progress, stop) -> TrainState:
     pending = None
-    rows = _microbatches(config, batches(dataset.train, batch_size=config.batch_size, seed=config.seed, start=first))
+    rows = _microbatches(config, program, dataset, first)
     for step in range(first + 1, config.steps + 1):
         state, metrics = program.step(state, program.put(next(rows)))
         if pending is not None:
@@ -132,7 +132,7 @@ def evaluate(config: TrainConfig, program: Program, dataset: Dataset, params: An
     """Mean next-token loss in nats over the validation split (its first `eval_batches` batches, if set)."""
     sums = jax.device_put(np.zeros(2, np.float32), NamedSharding(program.mesh, P()))
     size = config.batch_size // config.accumulate
-    for i, batch in enumerate(validation_batches(dataset.validation, batch_size=size)):
+    for i, batch in enumerate(validation_batches(dataset.validation, batch_size=size, own=program.own_rows)):
         if config.eval_batches and i == config.eval_batches:
             break
         sums = program.evaluate(params, sums, program.put(_arrays(batch)))
@@ -152,11 +152,12 @@ def _checkpoints(path: Path | None, config: TrainConfig) -> contextlib.AbstractC
     return contextlib.nullcontext() if path is None else Checkpoints(path, keep=config.keep)
 
 
-def _microbatches(config: TrainConfig, source: Iterator[Batch]) -> Iterator[dict[str, np.ndarray]]:
-    """(B, T) batches as (A, B/A, T), the order of rows kept."""
-    shape = (config.accumulate, config.batch_size // config.accumulate, config.seq_len)
-    for batch in source:
-        yield {name: array.reshape(shape) for name, array in _arrays(batch).items()}
+def _microbatches(config: TrainConfig, program: Program, dataset: Dataset, first: int) -> Iterator[dict[str, Any]]:
+    """This process's rows of every batch from number `first` on, as (A, own, T), the order of rows kept."""
+    own = program.own_rows + program.rows * np.arange(config.accumulate)[:, None]
+    facts = {"batch_size": config.batch_size, "seed": config.seed, "start": first, "own": own.ravel()}
+    for batch in batches(dataset.train, **facts):
+        yield {name: array.reshape(*own.shape, config.seq_len) for name, array in _arrays(batch).items()}
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:

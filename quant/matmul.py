@@ -1,5 +1,7 @@
 """Products of activations and weights, whatever the weight is made of. The one place that looks at a weight's type."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -72,6 +74,12 @@ def w4a16_matmul(
     spec = make_spec(rows, *packed, shape=w.shape, group=w.group)
     y = api.matmul(spec, rows, *packed, implementation=implementation)
     return _add(y.reshape(*x.shape[:-1], N), bias)
+
+
+def holds_packed(params: Any) -> bool:
+    """Whether any weight of a model is packed."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+    return any(isinstance(leaf, Int4Tensor) for leaf in leaves)
 
 
 def _add(y: Float[Array, "*batch n"], bias: Float[Array, " n"] | None) -> Float[Array, "*batch n"]:

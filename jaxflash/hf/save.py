@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import jax
 import numpy as np
 
 from jaxflash.config import ModelConfig
@@ -18,7 +17,7 @@ from jaxflash.hf.scheme import FP8, Scheme, to_config
 from jaxflash.tokenizer import NoTokenizer, Tokenizer
 from quant.formats.api import WRITTEN
 from quant.formats.fp8 import BLOCK
-from quant.tensor import Int4Tensor
+from quant.matmul import holds_packed
 from sharding.names import did_you_mean
 
 FileDType = Literal["float32", "bfloat16", "float16"]
@@ -69,8 +68,7 @@ def save_folder(
 
 def _scheme(config: ModelConfig, params: Any, format: str | None) -> tuple[Scheme | None, list[str]]:
     """(how the weights are written, None for dense; the linears that are dense all the same)."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
-    packed = any(isinstance(leaf, Int4Tensor) for leaf in leaves)
+    packed = holds_packed(params)
     if format is None:
         format = "compressed-tensors" if packed else "dense"
     if format not in FORMATS:

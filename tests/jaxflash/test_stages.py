@@ -105,9 +105,9 @@ def test_layers_that_do_not_divide_take_no_more_memory(tiny, dealt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "kernels"), [({"fsdp": 2}, 3), ({"context": 2}, 6)])
+@pytest.mark.parametrize(("inner", "kernels"), [({"fsdp": 2}, 2), ({"context": 2}, 4)])
 def test_hopper_kernels_run_inside_stages(tiny, monkeypatch, inner, kernels):
-    """Forward; again where a stage's backward begins; backward. Each once a step of the ring, where rows are cut."""
+    """Forward, and backward from what it kept. Each once a step of the ring, where rows are cut."""
     monkeypatch.setattr(api, "current_device", lambda: H200)
     sizes = {"model.d_model": 256, "model.head_dim": 64, "seq_len": 128, "model.compute_dtype": "bfloat16"}
     config = override(
