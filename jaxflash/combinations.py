@@ -71,6 +71,7 @@ def turns(config: TrainConfig) -> list[dict[str, object]]:
     axes = (
         [{}, other],
         [{"packing": name} for name in ("documents", "stream")],
+        [{"zero": name} for name in (3, 1)],
         [{"model.context_parallel": name} for name in ("ring", "all_gather")],
         [{"loss_chunk": size} for size in (config.seq_len, max(config.seq_len // 3, 1))],
         [{"model.remat": name} for name in _REMAT],
@@ -80,7 +81,7 @@ def turns(config: TrainConfig) -> list[dict[str, object]]:
 
 def on_one_device(config: TrainConfig) -> TrainConfig:
     """The same mathematics in the plainest way: no mesh, whole batches, nothing computed twice or by chunks."""
-    plain = {"mesh": {"data": 1}, "accumulate": 1, "schedule": "1f1b", "loss_chunk": config.seq_len}
+    plain = {"mesh": {"data": 1}, "accumulate": 1, "schedule": "1f1b", "zero": 3, "loss_chunk": config.seq_len}
     return override(config, plain | {"model.remat": "none", "model.context_parallel": "ring"})
 
 

@@ -64,7 +64,7 @@ class Finding:
         c, m = self.config, self.config.model
         mesh = ",".join(f"{axis}={size}" for axis, size in c.mesh.items())
         how = [c.schedule] * ("stage" in c.mesh) + [m.context_parallel] * ("context" in c.mesh)
-        how += [f"accumulate={c.accumulate}", f"{m.n_layers} layers", c.packing, f"remat={m.remat}"]
+        how += [f"accumulate={c.accumulate}", f"zero={c.zero}", f"{m.n_layers} layers", c.packing, f"remat={m.remat}"]
         how += ["tied"] * m.tie_embeddings + ["window"] * (m.sliding_window is not None)
         how += ["loss in chunks"] * (c.loss_chunk < c.seq_len)
         why = self.refused or self.failed or f"{self.worst[0]:.1e} {self.worst[1]}"

@@ -43,7 +43,14 @@ def test_every_split_of_the_devices_is_tried_under_every_schedule():
 def test_every_pair_of_choices_meets():
     def facts(config):
         model = config.model
-        choices = [config.packing, model.remat, model.context_parallel, config.loss_chunk, model.tie_embeddings]
+        choices = [
+            config.packing,
+            model.remat,
+            model.context_parallel,
+            config.loss_chunk,
+            model.tie_embeddings,
+            config.zero,
+        ]
         return [*enumerate(choices), *(("schedule", config.schedule),) * ("stage" in config.mesh), *config.mesh]
 
     kinds = [facts(config) for config in ALL]
