@@ -36,6 +36,10 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
     schedule = schedule_of(config, mesh)
     if schedule is None:
         return
+    if config.lora is not None:
+        raise ValueError(
+            f"train: lora with stage={schedule.stages} - adapters are not trained in a pipeline. Use fsdp for memory."
+        )
     if (context := rules.ways("sequence", mesh)) > 1:
         raise ValueError(
             f"train: stage={schedule.stages} with {context=} - a pipeline takes whole sequences. Set one of them to 1, "
