@@ -98,8 +98,9 @@ def low_rank_product(x: Float[Array, "*batch k"], weight: LoraTensor) -> Float[A
     if weight.key is not None:
         kept = 1 - weight.config.dropout
         x = jnp.where(jax.random.bernoulli(weight.key, kept, x.shape), x / kept, 0)
-    hidden = (x @ weight.a.astype(x.dtype)) * weight.config.scale
-    return hidden @ weight.b.astype(x.dtype)
+    # Scaled in float32, before A is cast: the activations are not rounded once more.
+    a, b = (m.astype(x.dtype) for m in (weight.config.scale * weight.a, weight.b))
+    return (x @ a) @ b
 
 
 def with_key(weight: LoraTensor, key: Key[Array, ""]) -> LoraTensor:
