@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import shutil
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from jaxflash import checkpoint
 from jaxflash.adapters import adapted, freeze, join, take
 from jaxflash.calibration import STAGES
+from jaxflash.cli import main
 from jaxflash.config import TrainConfig, override
 from jaxflash.finetune import add_adapters, finetune_preset, merge, save_adapter
 from jaxflash.language_model import load, save
@@ -79,7 +82,7 @@ def folder(tmp_path_factory):
 
 
 def settings(folder, **changes) -> TrainConfig:
-    lora = LoraConfig(rank=4, dropout=0.1, targets="attention/.*|mlp/(up|down)")
+    lora = LoraConfig(rank=4, dropout=0.1, targets="attention/q|mlp/(up|down)")
     small: dict[str, Any] = dict(
         lora=lora, seq_len=32, batch_size=8, accumulate=2, steps=6, schedule_steps=6, warmup_steps=1, eval_batches=1,
         learning_rate=2e-2, mesh={"data": 1},
@@ -89,7 +92,7 @@ def settings(folder, **changes) -> TrainConfig:
 
 def test_only_adapters_are_trained_and_kept_and_a_run_resumes_bit_for_bit(folder, tmp_path):
     """With remat, accumulation and dropout, over a scan of stacked layers of 4 bits."""
-    config = settings(folder, out=str(tmp_path / "whole"))
+    config = settings(folder, out=str(tmp_path / "run"), checkpoint_every=3)
     assert config.model.remat != "none" and config.model.param_dtype == "float32" and config.tokenizer == "model"
     run = train(config, quiet=True)
     losses = run.curve()[1]
@@ -97,7 +100,7 @@ def test_only_adapters_are_trained_and_kept_and_a_run_resumes_bit_for_bit(folder
 
     # What is trained: 4 (K + N) bytes a rank, a layer, a linear; its two moments in the optimizer, and counters.
     d, ff, layers = WIDE.d_model, WIDE.d_ff, WIDE.n_layers
-    size = 4 * 4 * layers * (4 * (d + d) + 2 * (d + ff))
+    size = 4 * 4 * layers * ((d + d) + 2 * (d + ff))
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.params)) == size
     extra = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.opt_state)) - 2 * size
     assert 0 <= extra <= 16
@@ -105,13 +108,12 @@ def test_only_adapters_are_trained_and_kept_and_a_run_resumes_bit_for_bit(folder
 
     # The base is what the folder holds, bit for bit; so is what `load` makes of the run.
     base = load(folder)
-    assert same(run.frozen, freeze(base.config, base.params, config.lora))
-    again = load(tmp_path / "whole")
+    assert config.lora is not None and same(run.frozen, freeze(base.config, base.params, config.lora))
+    again = load(tmp_path / "run")
     assert same(again.params, run.model.params) and same(take(again.params), run.state.params)
 
-    parts = dataclasses.replace(config, out=str(tmp_path / "parts"))
-    train(dataclasses.replace(parts, steps=3), quiet=True)
-    resumed = train(parts, quiet=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    resumed = train(config, quiet=True)
     assert resumed.curve() == run.curve() and same(resumed.state, run.state)
 
 
@@ -197,3 +199,57 @@ def test_merged_weights_are_quantised_again_with_their_error_reported():
         assert 0 < record["objective"] <= record["rtn"]
     with pytest.raises(ValueError, match="is quantised already"):
         quantize(whole, recipe, batches(), method="awq")
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--preset", "tiny", "--model", "x"], "--preset with --model"),
+        (["--model", "nothing"], "nothing' does not exist"),
+        (["--lora", "rank"], "--lora 'rank': must be KEY=VALUE, for instance rank=16"),
+        (["--lora", "rnk=3"], "Did you mean 'rank'?"),
+        (["--lora", "rank=3"], "lora without init_from"),
+    ],
+)
+def test_wrong_calls_of_the_command(args, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *args])
+    assert ended.value.code == 2 and message in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_by_the_command_line(folder, tmp_path, capsys, monkeypatch):
+    """Train adapters, take them out of the run, evaluate and generate with them, merge, and quantise the result."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 20)
+    base = ["--model", str(folder)]
+    main(
+        ["train", *base, "--lora", "rank=2,alpha=4,targets=attention/(q|v)", "--data", "text.txt", "--mesh", "data=1",
+         "--packing", "stream", "--seq-len", "32", "--batch-size", "4", "--steps", "2", "--learning-rate", "0.1",
+         "--out", "run", "--set", "model.compute_dtype=float32"]
+    )  # fmt: skip
+    main(["convert", "run", "adapter", "--to", "adapter"])
+    assert str(folder) in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    capsys.readouterr()
+
+    def perplexity(*model):
+        main(["evaluate", *model, "--compute-dtype", "float32", "--data", "text.txt", "--context", "32", "--json"])
+        return json.loads(capsys.readouterr().out)["value"]
+
+    with_adapter = perplexity(*base, "--adapter", "adapter")
+    assert with_adapter == perplexity("--model", "run") != perplexity(*base)
+    main(["generate", *base, "--adapter", "adapter", "--prompt", "To be", "--max-new-tokens", "3"])
+    assert "To be" in capsys.readouterr().out
+    main(["convert", "run", "merged", "--to", "dense"])
+    assert perplexity("--model", "merged") == pytest.approx(with_adapter, rel=1e-4)
+    main(["inspect", "run"])
+    assert f"adapters of rank 2 for {folder}" in capsys.readouterr().out
+    main(["quantize", *base, "--adapter", "adapter", "--method", "rtn", "--group", "32", "--out", "again"])
+    again, before = load("again"), load(folder)
+    assert same(weight_of(again.params, "mlp/up"), weight_of(before.params, "mlp/up"))
+    assert is_packed(weight_of(again.params, "attention/q"))
+    with pytest.raises(SystemExit):
+        main(["convert", str(folder), "x", "--to", "adapter"])
+    assert "the source is no run that trained adapters" in capsys.readouterr().err.replace("\n", " ")
