@@ -100,9 +100,9 @@ class TrainConfig:
     """
 
     model: ModelConfig
+    data: tuple[str, ...] | None = None
     init_from: str | None = None
     lora: LoraConfig | None = None
-    data: tuple[str, ...] | None = None
     tokenizer: str = "byte"
     packing: Packing = "documents"
     validation_fraction: float = 0.1
