@@ -164,6 +164,11 @@ def test_on_a_mesh_of_eight_devices_it_is_the_same_run(folder):
     for name, weight in adapted(run.model.params):
         assert weight.a.addressable_shards[0].data.shape[1] * 2 == weight.a.shape[1], name  # by fsdp, or by tensor
         assert weight.b.addressable_shards[0].data.shape[2] * 2 == weight.b.shape[2], name
+    whole = merge(run.model)
+    for name, weight in adapted(jax.device_get(run.model.params)):
+        found = weight_of(whole.params, name)
+        assert_close(found, jax.vmap(LoraTensor.dequantize)(weight), found, name)
+        assert found.addressable_shards[0].data.size * 4 == found.size, name
     states = jax.tree.leaves(run.state.opt_state, is_leaf=lambda s: hasattr(s, "mu"))
     moments = [m for s in states if hasattr(s, "mu") for m in jax.tree.leaves((s.mu, s.nu))]
     assert moments and all(m.addressable_shards[0].data.nbytes * 2 == m.nbytes for m in moments)
