@@ -12,6 +12,10 @@ from jaxflash.demo import demo_config as demo_config
 from jaxflash.evaluate import Perplexity as Perplexity
 from jaxflash.evaluate import evaluate as evaluate
 from jaxflash.explain import explain as explain
+from jaxflash.finetune import add_adapters as add_adapters
+from jaxflash.finetune import finetune_preset as finetune_preset
+from jaxflash.finetune import merge as merge
+from jaxflash.finetune import save_adapter as save_adapter
 from jaxflash.generate import generate as generate
 from jaxflash.hf.chat import chat as chat
 from jaxflash.hf.convert import convert as convert
@@ -27,6 +31,8 @@ from jaxflash.train import Run as Run
 from jaxflash.train import train as train
 from pallas_kernels.attention.api import dot_product_attention as dot_product_attention
 from pallas_kernels.dispatch import Unsupported as Unsupported
+from quant.lora import LoraConfig as LoraConfig
+from quant.lora import LoraTensor as LoraTensor
 from quant.matmul import w4a16_matmul as w4a16_matmul
 from quant.recipe import Recipe as Recipe
 from quant.tensor import Int4Tensor as Int4Tensor

@@ -21,6 +21,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from jaxflash import checkpoint, verify
+from jaxflash.adapters import has_adapters
 from jaxflash.calibration import calibration_batches
 from jaxflash.combinations import SMALL
 from jaxflash.config import DType, Sampling, TrainConfig, override, preset, train_preset
@@ -28,9 +29,10 @@ from jaxflash.corpus.documents import find_files, read_documents
 from jaxflash.corpus.tokens import default_cache_dir
 from jaxflash.demo import DemoError, demo, demo_config
 from jaxflash.evaluate import evaluate
+from jaxflash.finetune import finetune_preset, merge
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
-from jaxflash.hf.convert import TARGETS, convert, written_bytes
+from jaxflash.hf.convert import ADAPTER, TARGETS, convert, written_bytes
 from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
 from jaxflash.language_model import LanguageModel, load, save
@@ -41,6 +43,7 @@ from jaxflash.train import train
 from pallas_kernels.dispatch import Unsupported
 from quant.formats.api import WRITTEN
 from quant.gptq import ORDERS
+from quant.lora import LoraConfig
 from quant.recipe import Recipe
 from sharding.mesh import parse_mesh, use_cpu_devices
 from sharding.names import did_you_mean
@@ -109,13 +112,19 @@ def _given(args: argparse.Namespace, config: type, *, skip: frozenset[str]) -> d
     return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
 
 
-def _assignments(items: Sequence[str], *, reserved: frozenset[str] = frozenset()) -> dict[str, str]:
+def _assignments(
+    items: Sequence[str],
+    *,
+    reserved: frozenset[str] = frozenset(),
+    flag: str = "--set",
+    example: str = "model.n_layers=2",
+) -> dict[str, str]:
     """What `--set KEY=VALUE` said; a key that has a flag of its own here is refused."""
     pairs = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"--set {item!r}: must be KEY=VALUE, for instance model.n_layers=2.")
+            raise ValueError(f"{flag} {item!r}: must be KEY=VALUE, for instance {example}.")
         if key in reserved:
             raise ValueError(f"--set {item!r}: {key} has a flag of its own here. Use --{key} {value}.")
         pairs[key] = value
@@ -123,12 +132,17 @@ def _assignments(items: Sequence[str], *, reserved: frozenset[str] = frozenset()
 
 
 _DTYPES = get_args(DType)
-_NOT_FLAGS = frozenset({"model", "data", "mesh"})
+_NOT_FLAGS = frozenset({"model", "init_from", "lora", "data", "mesh"})
 
 
 def _add_train(commands: Any) -> None:
     parser = _command(commands, "train", _train, "Train a model, or continue the run in --out.")
     parser.add_argument("--preset", help="model and defaults (default: tiny, or what the run in --out has)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="begin with this one: a run's folder, a Hugging Face folder, a .gguf"
+    )
+    lora = "train adapters of --model instead of its weights, for instance rank=16,alpha=32,targets='attention/(q|v)'"
+    parser.add_argument("--lora", metavar="KEY=VALUE,...", help=lora)
     parser.add_argument("--data", nargs="+", metavar="FILE", help=".txt or .jsonl files, folders, globs")
     parser.add_argument("--mesh", help="for instance fsdp=4,tensor=2")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance model.n_layers=2")
@@ -155,6 +169,12 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         changes["data"] = tuple(args.data)
     if args.mesh is not None:
         changes["mesh"] = parse_mesh(args.mesh)
+    if args.lora is not None:
+        changes["lora"] = override(LoraConfig(), _assignments(args.lora.split(","), flag="--lora", example="rank=16"))
+    if args.model is not None:
+        if args.preset is not None:
+            raise ValueError("train: --preset with --model - a run begins with one of them. Leave one out.")
+        return finetune_preset(args.model, **changes)
     if args.preset is None and args.out is not None and (Path(args.out) / "config.json").exists():
         return override(checkpoint.read_config(Path(args.out)), changes)
     return train_preset(args.preset or "tiny", **changes)
@@ -203,6 +223,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--prompt", action="append", required=True, help="a text to continue; may be repeated")
     parser.add_argument("--chat", action="store_true", help="each prompt opens a conversation; print the reply")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation is told first")
+    _add_adapter(parser)
     parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
     parser.add_argument("--param-dtype", choices=_DTYPES, help="default: what holds the files' values exactly")
     parser.add_argument("--stop-tokens", nargs="+", type=int, metavar="ID", help="default: what the model names")
@@ -213,7 +234,7 @@ def _generate(args: argparse.Namespace) -> None:
     sampling = override(Sampling(), _given(args, Sampling, skip=frozenset()))
     if args.system is not None and not args.chat:
         raise ValueError("generate: --system is of a conversation, and a plain prompt has none. Add --chat.")
-    model = load(args.model, step=args.step, param_dtype=args.param_dtype)
+    model = load(args.model, adapter=args.adapter, step=args.step, param_dtype=args.param_dtype)
     if args.chat:
         first = [] if args.system is None else [{"role": "system", "content": args.system}]
         for prompt in args.prompt:
@@ -224,15 +245,20 @@ def _generate(args: argparse.Namespace) -> None:
         print(prompt + text)
 
 
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--adapter", metavar="DIR", help="adapters of the model, in a folder as peft writes it")
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="a run's folder, a Hugging Face folder, a .gguf")
+    _add_adapter(parser)
     parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
     parser.add_argument("--param-dtype", choices=_DTYPES, help="default: what holds the files' values exactly")
     parser.add_argument("--compute-dtype", choices=_DTYPES, help="default: the model's")
 
 
 def _load(args: argparse.Namespace) -> LanguageModel:
-    model = load(args.model, step=args.step, param_dtype=args.param_dtype)
+    model = load(args.model, adapter=args.adapter, step=args.step, param_dtype=args.param_dtype)
     compute_dtype = args.compute_dtype or model.config.compute_dtype
     return dataclasses.replace(model, config=dataclasses.replace(model.config, compute_dtype=compute_dtype))
 
@@ -278,6 +304,7 @@ def _quantize(args: argparse.Namespace) -> None:
     check_method(args.method, args.order, args.damping, args.calibration is not None)
     check_room(out, 0)
     model, batches = _load(args), None
+    model = merge(model) if has_adapters(model.params) else model
     sizes = {"rows": args.rows, "seq_len": args.seq_len, "batch_size": args.batch_size}
     if args.calibration is not None:
         batches = calibration_batches(
@@ -301,7 +328,7 @@ def _add_convert(commands: Any) -> None:
     parser = _command(commands, "convert", _convert, "Write a model as another kind of checkpoint.")
     parser.add_argument("source", metavar="SRC", help="a run's folder, a Hugging Face folder, a .gguf")
     parser.add_argument("destination", metavar="DST", help="a new folder")
-    kinds = f"{', '.join(TARGETS[:-1])} (Hugging Face folders), or {TARGETS[-1]} (a run's folder)"
+    kinds = f"{', '.join(TARGETS[:-2])} (Hugging Face folders), {ADAPTER} (of a run: peft's), or orbax (a run's folder)"
     parser.add_argument("--to", required=True, metavar="KIND", help=kinds)
     parser.add_argument(
         "--dtype", choices=(*_DTYPES, "float16"), help="of dense weights; default: what holds the values exactly"

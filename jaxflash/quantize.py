@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -32,6 +32,7 @@ from jaxflash.quantize_report import gain
 from quant.awq import awq_clip, awq_scales
 from quant.fold import fold_scale, head_sources
 from quant.gptq import ORDERS, gptq
+from quant.lora import LoraTensor
 from quant.observe import Statistics
 from quant.recipe import Recipe
 from quant.report import Report, column_objectives, measure, objective
@@ -78,7 +79,7 @@ def quantize(
     Gradients by what is still dense, or by adapters, flow through the packed weights.
 
     Args:
-      model: dense; it stays as it is.
+      model: dense, or with some linears packed already (not for AWQ), which keep their codes; it stays as it is.
       recipe: None is `Recipe()`, symmetric groups of 128 rows.
       batches: text to calibrate with, as `jaxflash.data` packs it. Every token whose `loss_mask` is set counts.
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
@@ -101,7 +102,7 @@ def quantize(
     recipe.check_stored(_OP)
     method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
-    _check_dense(dense)
+    _check_dense(dense, METHODS[method])
     if batches is None:
         return _with_blocks(model, _rounded(dense, recipe))
     _check_weights(dense)
@@ -154,10 +155,13 @@ def quantize_block(
         scales, block = fold_scales(block, calibration, config, recipe, layer)
     records = []
     for stage in STAGES:
-        first = stage.linears[0]
+        dense = [name for name in stage.linears if not isinstance(block[f"{name}/weight"], Int4Tensor)]
+        if not dense:
+            continue
+        first = dense[0]
         seen = calibration.statistics(block, (first,))
         _check_seen(seen, layer)
-        for name in stage.linears:
+        for name in dense:
             weight = block[f"{name}/weight"]
             clip = _clip(weight, seen[first], recipe) if method.clip and name not in _UNCLIPPED else None
             packed, report = _codes(weight, seen[first], scales.get(stage), clip, method, recipe, solve)
@@ -226,7 +230,7 @@ def _rounded(dense: BlockParams, recipe: Recipe) -> BlockParams:
     """Every stack of weights rounded to nearest, without looking at activations."""
 
     def one(name: str, leaf: Any) -> Any:
-        if not name.endswith("/weight"):
+        if not name.endswith("/weight") or isinstance(leaf, Int4Tensor):
             return leaf
         try:
             return round_to_nearest(leaf, recipe)
@@ -254,14 +258,21 @@ def check_method(method: str | None, order: str, damping: float, calibrated: boo
     return method
 
 
-def _check_dense(blocks: PyTree) -> None:
-    for name, leaf in blocks.items():
-        if isinstance(leaf, Int4Tensor):
-            raise ValueError(f"{_OP}: blocks/{name} is quantised already - take the dense model.")
+def _check_dense(blocks: BlockParams, method: Method) -> None:
+    """Something is left to quantise; and of linears that share a scale all are, where scales are looked for."""
+    weights = {name: leaf for name, leaf in blocks.items() if name.endswith("/weight")}
+    for name, leaf in weights.items():
+        if isinstance(leaf, LoraTensor):
+            raise ValueError(f"{_OP}: blocks/{name} has an adapter - use jaxflash.merge first.")
+    packed = [name for name, leaf in weights.items() if isinstance(leaf, Int4Tensor)]
+    if packed and (method.scale or len(packed) == len(weights)):
+        raise ValueError(f"{_OP}: blocks/{packed[0]} is quantised already - take the dense model.")
 
 
 def _check_weights(blocks: BlockParams) -> None:
     for name, leaf in blocks.items():
+        if isinstance(leaf, Int4Tensor):
+            continue
         spread = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
         if spread > 1:
             raise ValueError(

@@ -38,6 +38,10 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
     schedule = schedule_of(config, mesh)
     if schedule is None:
         return
+    if config.lora is not None:
+        raise ValueError(
+            f"train: lora with stage={schedule.stages} - adapters are not trained in a pipeline. Use fsdp for memory."
+        )
     layers, width = config.model.n_layers, config.model.d_model
     if schedule.stages * schedule.chunks > layers:
         chunks = f" of {schedule.chunks} chunks each (stage_chunks)" if schedule.chunks > 1 else ""

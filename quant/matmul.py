@@ -9,22 +9,27 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.spec import OP, make_spec
+from quant.lora import LoraTensor, low_rank_product
 from quant.tensor import Int4Tensor
 
 
 def matmul(
-    x: Float[Array, "*batch k"], weight: Float[Array, "k n"] | Int4Tensor, bias: Float[Array, " n"] | None = None
+    x: Float[Array, "*batch k"],
+    weight: Float[Array, "k n"] | Int4Tensor | LoraTensor,
+    bias: Float[Array, " n"] | None = None,
 ) -> Float[Array, "*batch n"]:
     """y = x W + b in x's dtype, accumulated in float32 by the hardware. Weight and bias are cast to x's dtype.
 
     Args:
       x: (..., K) floating.
-      weight: (K, N), an array or an Int4Tensor.
+      weight: (K, N), an array, an Int4Tensor, or either with an adapter, a LoraTensor.
       bias: (N,) or None.
 
     Raises:
       ValueError: what `w4a16_matmul` refuses.
     """
+    if isinstance(weight, LoraTensor):
+        return matmul(x, jax.lax.stop_gradient(weight.base), bias) + low_rank_product(x, weight)
     if isinstance(weight, Int4Tensor):
         return w4a16_matmul(x, weight, bias=bias)
     return _add(x @ weight.astype(x.dtype), bias)

@@ -6,6 +6,8 @@ The arrays of an Int4Tensor lead with (columns, rows) of W, so the names of W's 
     words          (columns, rows, 8, 64)       ("mlp", "embed", None, None)
     scales, zeros  (columns, groups, 64)        ("mlp", "embed", None), or ("mlp", None, None) where there is one group
     permutation    (rows,)                      (None,), since every device looks its features up itself
+
+The matrices of an adapter are cut where W is: A (rows, None), B (None, columns).
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from pallas_kernels.w4a16.layout import TILE, padded
+from quant.lora import LoraTensor
 from quant.tensor import Int4Tensor
 from sharding import rules
 
@@ -26,14 +29,14 @@ _OP = "quant.split.check"
 
 
 def is_weight(node: Any) -> bool:
-    """Whether a node of a parameter tree is one packed weight and not a container."""
-    return isinstance(node, Int4Tensor)
+    """Whether a node of a parameter tree is one weight of several arrays and not a container."""
+    return isinstance(node, Int4Tensor | LoraTensor)
 
 
 def axes_of_arrays(params: PyTree, axes: PyTree) -> PyTree:
     """The logical axes of every array of `params`, from those of the dense model: for `sharding.rules.shardings`.
 
-    params: a tree in which Int4Tensors, stacked or not, have taken the places of dense weights.
+    params: a tree in which Int4Tensors and LoraTensors, stacked or not, have taken the places of dense weights.
     axes: the tree of the dense model, whose leaves are tuples of names, one a dim of the dense weight.
     """
 
@@ -41,6 +44,10 @@ def axes_of_arrays(params: PyTree, axes: PyTree) -> PyTree:
         if not is_weight(weight):
             return names
         *stacked, rows, columns = names
+        if isinstance(weight, LoraTensor):
+            a, b = (*stacked, rows, None), (*stacked, None, columns)
+            key = None if weight.key is None else tuple(stacked)
+            return dataclasses.replace(weight, base=one(weight.base, names), a=a, b=b, key=key)
         by_group = (*stacked, columns, rows if weight.scales.shape[-2] > 1 else None, None)
         return dataclasses.replace(
             weight,
@@ -77,7 +84,8 @@ def check(
     problems = []
 
     def collect(path: Any, weight: Any, names: rules.Names) -> None:
-        if is_weight(weight):
+        weight = weight.base if isinstance(weight, LoraTensor) else weight
+        if isinstance(weight, Int4Tensor):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             problems.extend(f"{name}: {fault}" for fault in _faults(weight, names[-2], names[-1], mesh, table))
 
@@ -124,6 +132,8 @@ def _pieces(weight: Int4Tensor) -> str:
 
 def _dense(weight: Any) -> Any:
     """The dense weight that a packed one stands for; other arrays are themselves."""
-    if not is_weight(weight):
+    if isinstance(weight, LoraTensor):
+        return _dense(weight.base)
+    if not isinstance(weight, Int4Tensor):
         return weight
     return jax.ShapeDtypeStruct((*weight.words.shape[:-4], *weight.shape), jnp.bfloat16)

@@ -7,6 +7,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from jaxflash.adapters import has_adapters
 from jaxflash.config import ModelConfig
 from jaxflash.hf import safetensors
 from jaxflash.hf.config import from_model_config
@@ -46,8 +47,11 @@ def save_folder(
       FileExistsError: `path` exists and is not an empty folder.
       OSError: too little free space, found before anything is written; or the first process failed, told to the others.
       Unsupported: no published architecture has this configuration's switches, or the format cannot hold the weights.
-      ValueError: float16 is asked for and a weight does not fit; an unknown format, or one for other weights.
+      ValueError: adapters that are not merged; float16 is asked for and a weight does not fit; a format that is
+        unknown, or for other weights.
     """
+    if has_adapters(params):
+        raise ValueError("save: the model has adapters - merge them first, or save them alone (save_adapter).")
     path = path.expanduser().resolve()
     dtype = config.param_dtype if dtype is None else dtype
     ids = token_ids(tokenizer)
