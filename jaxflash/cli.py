@@ -246,7 +246,9 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _add_adapter(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--adapter", metavar="DIR", help="adapters of the model, in a folder as peft writes it")
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="adapters of the model, in a folder as peft has it (quantize merges them)"
+    )
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -95,8 +95,8 @@ def quantize(
 
     Raises:
       ValueError: before any work: an unknown method or order, a method that lacks batches, too few tokens, weights that
-        are packed already, not finite or, with batches, on several devices, a folder of another quantisation. Later:
-        hidden states that are not finite.
+        are all packed already, have adapters, are not finite or, with batches, lie on several devices, a folder of
+        another quantisation. Later: hidden states that are not finite.
     """
     recipe = Recipe() if recipe is None else recipe
     recipe.check_stored(_OP)

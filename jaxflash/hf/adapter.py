@@ -6,6 +6,7 @@
 Format: huggingface/peft, docs/source/developer_guides/checkpoint.md.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -70,7 +71,7 @@ def write_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,  # peft's is an integer
         "lora_dropout": lora.dropout,
         "modules_to_save": None,
         "peft_type": "LORA",
@@ -117,7 +118,7 @@ def read_adapter(folder: Path, config: ModelConfig, mesh: Mesh) -> tuple[LoraCon
     stored = safetensors.open_file(folder / WEIGHTS)
     modules = _modules(config)
     names = _check_names(stored, modules)
-    lora = LoraConfig(**{**vars(lora), "targets": "|".join(map(re.escape, names))})
+    lora = dataclasses.replace(lora, targets="|".join(map(re.escape, names)))
     _check_tensors(stored, modules, names, lora)
     shapes, shardings = (dict[str, Any](flatten_dict(tree, sep="/")) for tree in adapter_layout(config, lora, mesh))
     made = {}
@@ -172,7 +173,7 @@ def _lora_config(values: Mapping[str, Any]) -> LoraConfig:
         raise ValueError(f"load: {CONFIG} has lora_dropout={dropout!r} - must be a number.")
     return LoraConfig(
         rank=get_size(values, "r", what=CONFIG),
-        alpha=get_positive(values, "lora_alpha", 8.0),
+        alpha=get_positive(values, "lora_alpha", 8.0, what=CONFIG),
         dropout=float(dropout),
         rank_stabilized=get_flag(values, "use_rslora", False, what=CONFIG),
     )

@@ -136,6 +136,7 @@ def tensor(name: str, value: Any):
         (edited(something_new=3), Unsupported, "something_new=3"),
         (edited(r="8"), ValueError, "adapter_config.json has r='8'"),
         (edited(r=...), ValueError, "adapter_config.json has r=None"),
+        (edited(lora_alpha=-1), ValueError, "adapter_config.json has lora_alpha=-1 - must be a positive number"),
         (edited(lora_dropout="x"), ValueError, "lora_dropout='x' - must be a number"),
         (edited(r=4), ValueError, r"lora_A.weight' has shape=\(3, 64\) - r=4 and a weight of K=64 .* \(4, 64\)"),
         (
