@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxflash import checkpoint
-from jaxflash.config import DType, ModelConfig
+from jaxflash.config import DType, ModelConfig, TrainConfig
 from jaxflash.gguf.model import open_gguf
 from jaxflash.gguf.tokenizer import gguf_tokenizer
 from jaxflash.hf.load import is_hub_folder, load_params, open_checkpoint
@@ -17,6 +17,7 @@ from jaxflash.hf.place import OnTensor, layout
 from jaxflash.hf.save import FileDType, FileFormat, save_folder
 from jaxflash.model import Transformer, abstract
 from jaxflash.tokenizer import HFTokenizer, NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
+from quant.tensor import Int4Tensor
 from sharding.mesh import make_mesh
 
 
@@ -32,6 +33,15 @@ class LanguageModel:
     def module(self) -> Transformer:
         """The Flax NNX module over these parameters."""
         return nnx.merge(abstract(self.config)[0], self.params)
+
+    def astype(self, dtype: DType) -> "LanguageModel":
+        """The model with all parameters but packed ones in another dtype."""
+
+        def one(leaf: Any) -> Any:
+            return leaf if isinstance(leaf, Int4Tensor) else leaf.astype(dtype)
+
+        params = jax.tree.map(one, self.params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+        return LanguageModel(dataclasses.replace(self.config, param_dtype=dtype), params, self.tokenizer)
 
 
 def load(
@@ -111,15 +121,21 @@ def save(
 def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None) -> LanguageModel:
     config = checkpoint.read_config(run)
     model = config.model
-    laid_out = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), *layout(model, mesh))
+
+    def laid_out(packed: checkpoint.Packed) -> Any:
+        shapes, shardings = layout(model, mesh, packed)
+        return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
+
     params, _ = checkpoint.load_params(run, laid_out, step)
-    if param_dtype is not None and param_dtype != model.param_dtype:
-        model = dataclasses.replace(model, param_dtype=param_dtype)
-        params = jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
+    loaded = LanguageModel(model, params, _run_tokenizer(run, config))
+    return loaded if param_dtype is None else loaded.astype(param_dtype)
+
+
+def _run_tokenizer(run: Path, config: TrainConfig) -> Tokenizer:
     tokenizer = load_tokenizer(run if config.tokenizer != "byte" else None)
     if isinstance(tokenizer, HFTokenizer) and tokenizer.saved_prefixed:
-        tokenizer = tokenizer.prefixed()
-    return LanguageModel(model, params, tokenizer)
+        return tokenizer.prefixed()
+    return tokenizer
 
 
 def is_foreign(path: Path) -> bool:
