@@ -37,9 +37,9 @@ def gptq(
 
         min tr(dW^T H dW),   dW = W - Q,   H = statistics.gram
 
-    A column that feedback made worse than `round_to_nearest(weight, recipe)` keeps those codes, so no result is worse.
-    Inputs that were always 0 are rounded to nearest. One compilation for a shape, its time independent of K; `jax.vmap`
-    runs equal layers or experts side by side; the gram may be sharded.
+    A column that feedback made no better than `round_to_nearest(weight, recipe)` keeps those codes, so no result is
+    worse. Inputs that were always 0 are rounded to nearest. One compilation for a shape, its time independent of K;
+    `jax.vmap` runs equal layers or experts side by side; the gram may be sharded.
 
     The paper's own settings are damping=0.01, mse=False and order="none" or "activation"; the defaults measured better.
 
@@ -156,10 +156,10 @@ def _quantise(
         here, _ = grid.nearest(weight, recipe, order=codes.order)
         here_cost = costs(here)
     solvable = jnp.isfinite(solved.damping)
-    kept = solvable & (cost <= here_cost)  # false for NaN, which feedback that overflowed leaves
+    kept = solvable & (cost < here_cost)  # false for NaN, which feedback that overflowed leaves
     codes, cost = grid.where(kept, codes, here), jnp.where(kept, cost, here_cost)
     if codes.order is not None:
-        better = solvable & (cost.sum() <= plain_cost.sum())
+        better = solvable & (cost.sum() < plain_cost.sum())
         plain = dataclasses.replace(plain, order=jnp.arange(len(weight), dtype=jnp.int32))
         codes, cost, kept = grid.where(better, codes, plain), jnp.where(better, cost, plain_cost), kept & better
     report = Report(
