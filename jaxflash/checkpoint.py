@@ -4,10 +4,14 @@ DIR/config.json        the run's TrainConfig
 DIR/metrics.jsonl      one line a report
 DIR/tokenizer.json     when the tokenizer is not the bytes
 DIR/checkpoints/STEP/  params, opt_state (apart, so that a reader of the model reads no optimizer) and meta
+
+4-bit weights are saved as their packed arrays, and meta says of what shapes and groups they are.
 """
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,10 @@ import orbax.checkpoint as ocp
 from jaxflash import config as configs
 from jaxflash.atomic import write_atomically
 from jaxflash.config import TrainConfig
+from quant.tensor import Int4Tensor
+
+# Of a model's 4-bit weights by their places in the parameters: their shapes, and those of their arrays.
+type Packed = Mapping[tuple[str, ...], Int4Tensor]
 
 
 @jax.tree_util.register_dataclass
@@ -91,6 +99,17 @@ class Checkpoints:
         out = self._manager.restore(step, args=items)
         count = jax.device_put(jnp.asarray(meta["step"], jnp.int32), abstract.step.sharding)
         return TrainState(out["params"], out["opt_state"], count)
+
+    def packed(self, step: int) -> Packed:
+        """The 4-bit weights among the parameters saved at `step`; no array is read."""
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        saved, found = self._manager.item_metadata(step)["params"], {}
+        for name, facts in meta.get("packed", {}).items():
+            path = tuple(name.split("/"))
+            arrays = functools.reduce(lambda node, key: node[key], path, saved)
+            arrays = {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in arrays.items() if a is not None}
+            found[path] = Int4Tensor(**arrays, shape=tuple(facts["shape"]), group=facts["group"])
+        return found
 
     def restore_params(self, abstract: Any, step: int) -> Any:
         """Only the parameters saved at `step`."""
@@ -168,8 +187,29 @@ def read_config(run: Path) -> TrainConfig:
         raise ValueError(f"load: {str(path)!r} is not a run's configuration: {error}") from error
 
 
-def load_params(run: Path, abstract: Any, step: int | None = None) -> tuple[Any, int]:
+def packed_facts(params: Any) -> dict[str, Any]:
+    """What meta says of the 4-bit weights in `params`; their arrays say the rest."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+    return {
+        "/".join(_keys(path)): {"shape": list(leaf.shape), "group": leaf.group}
+        for path, leaf in leaves
+        if isinstance(leaf, Int4Tensor)
+    }
+
+
+def packed_weights(run: Path) -> Packed:
+    """The 4-bit weights of the newest checkpoint of a run folder, none where it has none; no array is read."""
+    steps = saved_steps(run)
+    if not steps:
+        return {}
+    with Checkpoints(run, keep=len(steps) + 1) as checkpoints:
+        return checkpoints.packed(steps[-1])
+
+
+def load_params(run: Path, abstract: Callable[[Packed], Any], step: int | None = None) -> tuple[Any, int]:
     """Parameters of a run folder at `step` (None: the newest), laid out as `abstract` says, and the step.
+
+    abstract: the shapes and shardings of the parameters, given the 4-bit weights among them.
 
     Raises:
       FileNotFoundError: the run has no such checkpoint.
@@ -181,13 +221,15 @@ def load_params(run: Path, abstract: Any, step: int | None = None) -> tuple[Any,
         raise FileNotFoundError(f"load: {str(run)!r} has {wanted}; it has {steps}. Train it first, or choose one.")
     with Checkpoints(run, keep=len(steps) + 1) as checkpoints:
         chosen = steps[-1] if step is None else step
-        return checkpoints.restore_params(abstract, chosen), chosen
+        return checkpoints.restore_params(abstract(checkpoints.packed(chosen)), chosen), chosen
 
 
 def _check_shapes(saved: Any, wanted: Any, step: int) -> None:
     """Compares before orbax starts: its own error comes with thousands of lines of noise, and dtypes cast silently."""
-    have = {jax.tree_util.keystr(k): (tuple(v.shape), str(jnp.dtype(v.dtype))) for k, v in _leaves(saved)}
-    want = {jax.tree_util.keystr(k): (tuple(v.shape), str(jnp.dtype(v.dtype))) for k, v in _leaves(wanted)}
+    have, want = (
+        {"".join(f"[{key!r}]" for key in path): (tuple(v.shape), str(jnp.dtype(v.dtype))) for path, v in leaves}
+        for leaves in (_leaves(saved), _leaves(wanted))
+    )
     wrong = sorted(k for k in have | want if have.get(k) != want.get(k))
     if wrong:
         key = wrong[0]
@@ -197,5 +239,10 @@ def _check_shapes(saved: Any, wanted: Any, step: int) -> None:
         )
 
 
-def _leaves(tree: Any) -> list:
-    return jax.tree_util.tree_leaves_with_path(tree)
+def _leaves(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    return [(_keys(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _keys(path: Any) -> tuple[str, ...]:
+    """Names alone, whether of a dict's keys or of a tensor's arrays, which orbax saves as a dict."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", key))) for key in path)

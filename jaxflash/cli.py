@@ -35,6 +35,7 @@ from jaxflash.hf.chat import chat
 from jaxflash.hf.convert import ADAPTER, TARGETS, convert, written_bytes
 from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
+from jaxflash.hf.pieces import check_sizes
 from jaxflash.language_model import LanguageModel, load, save
 from jaxflash.launch import join, start
 from jaxflash.quantize import METHODS, check_method, quantize
@@ -44,7 +45,7 @@ from pallas_kernels.dispatch import Unsupported
 from quant.formats.api import WRITTEN
 from quant.gptq import ORDERS
 from quant.lora import LoraConfig
-from quant.recipe import Recipe
+from quant.recipe import STORED_BITS, Recipe
 from sharding.mesh import parse_mesh, use_cpu_devices
 from sharding.names import did_you_mean
 
@@ -286,7 +287,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _add_quantize(commands: Any) -> None:
-    parser = _command(commands, "quantize", _quantize, "Quantise a model to 4 bits, or go on where a kill stopped.")
+    parser = _command(commands, "quantize", _quantize, "Quantise a model, or go on where a kill stopped.")
     _add_model(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--method", default="gptq", help=f"{', '.join(METHODS)} (default gptq)")
@@ -294,9 +295,12 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--rows", type=int, default=64, help="rows of calibration, from all over the text (default 64)")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens a row (default 512)")
     parser.add_argument("--batch-size", type=int, default=8, help="rows at a time (default 8)")
-    parser.add_argument("--format", default="compressed-tensors", choices=WRITTEN, help="of the files in --out")
+    formats = "of the files in --out (default compressed-tensors; dense, which holds the numbers, of other bits than 4)"
+    parser.add_argument("--format", choices=(*WRITTEN, "dense"), help=formats)
     parser.add_argument("--order", default="static", help=f"of rows in GPTQ: {', '.join(ORDERS)} (default static)")
-    parser.add_argument("--damping", type=float, default=0.01, help="of GPTQ; more where text is short (default 0.01)")
+    parser.add_argument("--damping", type=float, default=0.05, help="of GPTQ (default 0.05; the paper's is 0.01)")
+    mse = "of GPTQ: ranges of groups by least squares (default true; the paper's are whole: false)"
+    parser.add_argument("--mse", default="true", choices=("true", "false"), help=mse)
     _add_fields(parser, Recipe, skip=frozenset())
 
 
@@ -305,8 +309,12 @@ def _quantize(args: argparse.Namespace) -> None:
     out = Path(args.out).expanduser()
     check_method(args.method, args.order, args.damping, args.calibration is not None)
     check_room(out, 0)
+    format = _quantised_format(args.format, recipe)
     model, batches = _load(args), None
     model = merge(model) if has_adapters(model.params) else model
+    if format in WRITTEN:
+        ordered = METHODS[args.method].feedback and args.order == "activation"
+        check_sizes("quantize", model.config, format, recipe, ordered=ordered)
     sizes = {"rows": args.rows, "seq_len": args.seq_len, "batch_size": args.batch_size}
     if args.calibration is not None:
         batches = calibration_batches(
@@ -314,9 +322,9 @@ def _quantize(args: argparse.Namespace) -> None:
         )  # fmt: skip
     records: list[dict[str, Any]] = []
     unfinished = out.absolute().with_name(f".{out.name}.blocks")
-    how = {"method": args.method, "order": args.order, "damping": args.damping}
+    how = {"method": args.method, "order": args.order, "damping": args.damping, "mse": args.mse == "true"}
     packed = quantize(model, recipe, batches, **how, folder=unfinished, on_record=records.append)
-    save(packed, out, format=args.format)
+    save(packed, out, format=format)
     console = Console(stderr=True)
     if records:
         calibration = {"files": args.calibration, **sizes}
@@ -324,6 +332,17 @@ def _quantize(args: argparse.Namespace) -> None:
         console.print(summary(records))
     shutil.rmtree(unfinished, ignore_errors=True)
     console.print(f"done, in {args.out}/", highlight=False)
+
+
+def _quantised_format(format: Any, recipe: Recipe) -> Any:
+    """The format that was asked for, None being what holds the recipe's bits."""
+    packed = recipe.bits == STORED_BITS
+    if format in WRITTEN and not packed:
+        raise ValueError(
+            f"quantize: bits={recipe.bits} with {format=} - packed files have {STORED_BITS} bits. Use --format dense, "
+            "which holds the numbers that the codes stand for."
+        )
+    return format or ("compressed-tensors" if packed else "dense")
 
 
 def _add_convert(commands: Any) -> None:

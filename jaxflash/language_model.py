@@ -19,6 +19,7 @@ from jaxflash.hf.place import OnTensor, layout
 from jaxflash.hf.save import FileDType, FileFormat, save_folder
 from jaxflash.model import Transformer, abstract
 from jaxflash.tokenizer import HFTokenizer, NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
+from quant.tensor import Int4Tensor
 from sharding.mesh import make_mesh
 
 
@@ -34,6 +35,15 @@ class LanguageModel:
     def module(self) -> Transformer:
         """The Flax NNX module over these parameters."""
         return nnx.merge(abstract(self.config)[0], self.params)
+
+    def astype(self, dtype: DType) -> "LanguageModel":
+        """The model with all parameters but packed ones in another dtype."""
+
+        def one(leaf: Any) -> Any:
+            return leaf if isinstance(leaf, Int4Tensor) else leaf.astype(dtype)
+
+        params = jax.tree.map(one, self.params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+        return LanguageModel(dataclasses.replace(self.config, param_dtype=dtype), params, self.tokenizer)
 
 
 def load(
@@ -137,13 +147,12 @@ def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None
     config = checkpoint.read_config(run)
     model = config.model
     if config.lora is None:
-        params, _ = checkpoint.load_params(run, _laid_out(*layout(model, mesh)), step)
-        if param_dtype is not None and param_dtype != model.param_dtype:
-            params = jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
-    else:
-        base = load(str(config.init_from), mesh=mesh, param_dtype=param_dtype or model.param_dtype)
-        adapters, _ = checkpoint.load_params(run, _laid_out(*adapter_layout(model, config.lora, mesh)), step)
-        params = join(freeze(model, base.params, config.lora), adapters)
+        params, _ = checkpoint.load_params(run, lambda packed: _laid_out(*layout(model, mesh, packed)), step)
+        loaded = LanguageModel(model, params, _run_tokenizer(run, config))
+        return loaded if param_dtype is None else loaded.astype(param_dtype)
+    base = load(str(config.init_from), mesh=mesh, param_dtype=param_dtype or model.param_dtype)
+    adapters, _ = checkpoint.load_params(run, lambda _: _laid_out(*adapter_layout(model, config.lora, mesh)), step)
+    params = join(freeze(model, base.params, config.lora), adapters)
     if param_dtype is not None:
         model = dataclasses.replace(model, param_dtype=param_dtype)
     return LanguageModel(model, params, _run_tokenizer(run, config))

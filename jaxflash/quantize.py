@@ -3,6 +3,7 @@
     for each block:  [AWQ: statistics of all its linears -> scales -> folded into what comes before]
                      for each stage of linears that share inputs:
                          statistics, through whatever is quantised so far -> codes -> the weight's place in the block
+                     [AWQ: again without the scales of a stage, where a linear of it came out worse than nearest codes]
                      hidden states through the finished block
 
 Embedding table, head, norms (but for folded scales) and biases stay as they are.
@@ -10,7 +11,7 @@ Embedding table, head, norms (but for folded scales) and biases stay as they are
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -29,36 +30,38 @@ from jaxflash.config import ModelConfig
 from jaxflash.data import Batch
 from jaxflash.language_model import LanguageModel
 from jaxflash.quantize_report import gain
-from quant.awq import awq_clip, awq_scales
+from quant.awq import awq_codes, awq_scales
 from quant.fold import fold_scale, head_sources
-from quant.gptq import ORDERS, gptq
+from quant.gptq import ORDERS, gptq_codes
+from quant.grid import Codes
 from quant.lora import LoraTensor
 from quant.observe import Statistics
-from quant.recipe import Recipe
-from quant.report import Report, column_objectives, measure, objective
-from quant.rtn import round_to_nearest
+from quant.recipe import STORED_BITS, Recipe
+from quant.report import Report, measure, objective
+from quant.rtn import nearest_codes, nearest_stored
 from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
 
 _OP = "quantize"
-# Their outputs are multiplied by one another: an error of one is not what its objective says. AWQ leaves them, too.
-_UNCLIPPED = ("attention/q", "attention/k")
+
+type Scales = Mapping[Stage, Float[Array, " k"]]
+type Solve = Callable[[Array, Statistics], tuple[Codes, Report]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """What is done to a weight: inputs scaled, ranges of groups searched, errors fed back; else rounded to nearest."""
+    """What is done to a weight: inputs scaled, and ranges searched or errors fed back; else rounded to nearest."""
 
     scale: bool = False
-    clip: bool = False
+    ranges: bool = False
     feedback: bool = False
 
 
 METHODS = {
     "rtn": Method(),
     "gptq": Method(feedback=True),
-    "awq": Method(scale=True, clip=True),
-    "awq+gptq": Method(scale=True, clip=True, feedback=True),
+    "awq": Method(scale=True, ranges=True),
+    "awq+gptq": Method(scale=True, feedback=True),
 }
 
 
@@ -69,22 +72,24 @@ def quantize(
     *,
     method: str | None = None,
     order: str = "static",
-    damping: float = 0.01,
+    damping: float = 0.05,
+    mse: bool = True,
     folder: str | Path | None = None,
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
 ) -> LanguageModel:
     """The model with the weights of its blocks in 4 bits. `generate` and `evaluate` take it as they took the model.
 
-    Gradients by what is still dense, or by adapters, flow through the packed weights.
+    Gradients by what is still dense, or by adapters, flow through the packed weights. No linear's objective, reported,
+    is above that of its nearest codes. Other bits than 4 are simulated: the weights are dense, and all is float32.
 
     Args:
       model: dense, or with some linears packed already (not for AWQ), which keep their codes; it stays as it is.
-      recipe: None is `Recipe()`, symmetric groups of 128 rows.
+      recipe: None is `Recipe()`, 4 bits in symmetric groups of 128 rows.
       batches: text to calibrate with, as `jaxflash.data` packs it. Every token whose `loss_mask` is set counts.
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
         codes of GPTQ for weights scaled by AWQ. None: "rtn" without batches, else "gptq".
-      order, damping: of GPTQ, see `quant.gptq`.
+      order, damping, mse: of GPTQ, see `quant.gptq`; the paper's are "none" or "activation", 0.01 and False.
       folder: where finished blocks are kept. A later call with the same arguments goes on from there, to the same bits.
       on_record: called for every linear with its block, its name, and its `quant.report.Report` as a dict.
       quiet: no progress bar.
@@ -99,19 +104,22 @@ def quantize(
         another quantisation. Later: hidden states that are not finite.
     """
     recipe = Recipe() if recipe is None else recipe
-    recipe.check_stored(_OP)
     method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
     _check_dense(dense, METHODS[method])
     if batches is None:
-        return _with_blocks(model, _rounded(dense, recipe))
+        return _with_blocks(model, _rounded(dense, recipe), recipe)
     _check_weights(dense)
-    solve = functools.partial(gptq, recipe=recipe, order=order, damping=damping)
+    solve = functools.partial(gptq_codes, recipe=recipe, order=order, damping=damping, mse=mse)
     calibration = Calibration(model.config, model.params, batches)
     store = None
     if folder is not None:
-        settings = {"method": method, "order": order, "damping": damping, "recipe": dataclasses.asdict(recipe)}
-        settings |= {"model": dataclasses.asdict(model.config), "calibration": calibration.fingerprint}
+        settings = {"method": method, "order": order, "damping": damping, "mse": mse}
+        settings |= {
+            "recipe": dataclasses.asdict(recipe),
+            "model": dataclasses.asdict(model.config),
+            "calibration": calibration.fingerprint,
+        }
         store = BlockStore(Path(folder).expanduser(), settings | {"table": digest({"table": model.params["table"]})})
     finished: list[BlockParams] = []
     columns = (MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
@@ -134,7 +142,7 @@ def quantize(
             finished.append(jax.device_get(done[0]))
             bar.advance(task)
     stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *finished)
-    return _with_blocks(model, stacked)
+    return _with_blocks(model, stacked, recipe)
 
 
 def quantize_block(
@@ -143,17 +151,38 @@ def quantize_block(
     config: ModelConfig,
     method: Method,
     recipe: Recipe,
-    solve: Callable[..., tuple[Int4Tensor, Report]],
+    solve: Solve,
     layer: int,
 ) -> tuple[BlockParams, list[dict[str, Any]]]:
     """(the block quantised, a record of every linear) where the calibration's hidden states have come to it.
 
-    solve: `quant.gptq.gptq` with its settings, where the method feeds errors back.
+    solve: `quant.gptq.gptq_codes` with its settings, where the method feeds errors back.
     """
-    scales: dict[Stage, Float[Array, " k"]] = {}
-    if method.scale:
-        scales, block = fold_scales(block, calibration, config, recipe, layer)
-    records = []
+    scales = input_scales(block, calibration, config, recipe, layer) if method.scale else {}
+    while True:
+        folded = fold_scales(block, scales, config)
+        done, reports = _quantised(folded, calibration, scales, method, recipe, solve, layer)
+        # A stage's scale was chosen by what the dense block reads. Without one no method does worse than nearest codes.
+        worse = [stage for stage in scales if any(reports[n].objective > reports[n].rtn for n in stage.linears)]
+        if not worse:
+            break
+        scales = {stage: scale for stage, scale in scales.items() if stage not in worse}
+    shapes = {name: list(block[f"{name}/weight"].shape) for name in reports}
+    records = [{"block": layer, "linear": n, "shape": shapes[n], **report.as_dict()} for n, report in reports.items()]
+    return done, records
+
+
+def _quantised(
+    block: BlockParams,
+    calibration: Calibration,
+    scales: Scales,
+    method: Method,
+    recipe: Recipe,
+    solve: Solve,
+    layer: int,
+) -> tuple[BlockParams, dict[str, Report]]:
+    """(the block, in which `scales` are folded, in codes; the reports of its linears in the order of STAGES)."""
+    reports = {}
     for stage in STAGES:
         dense = [name for name in stage.linears if not isinstance(block[f"{name}/weight"], Int4Tensor)]
         if not dense:
@@ -162,68 +191,66 @@ def quantize_block(
         seen = calibration.statistics(block, (first,))
         _check_seen(seen, layer)
         for name in dense:
-            weight = block[f"{name}/weight"]
-            clip = _clip(weight, seen[first], recipe) if method.clip and name not in _UNCLIPPED else None
-            packed, report = _codes(weight, seen[first], scales.get(stage), clip, method, recipe, solve)
-            block = {**block, f"{name}/weight": packed}
-            records.append({"block": layer, "linear": name, "shape": list(weight.shape), **report.as_dict()})
-    return block, records
+            weight, scale = block[f"{name}/weight"], scales.get(stage)
+            codes, reports[name] = _codes(weight, seen[first], scale, method, recipe, solve)
+            block = {**block, f"{name}/weight": codes.stored()}
+    return block, reports
 
 
-def fold_scales(
+def input_scales(
     block: BlockParams, calibration: Calibration, config: ModelConfig, recipe: Recipe, layer: int
-) -> tuple[dict[Stage, Float[Array, " k"]], BlockParams]:
-    """AWQ's scale of every stage's inputs, and the dense block that computes what it did, with them folded in."""
-    # All at once, of the dense block: a value projection could not be scaled any more once it is packed.
+) -> Scales:
+    """AWQ's scale of every stage's inputs, all by what the dense block reads.
+
+    Stage by stage would not do: once a value projection is packed, it takes no scale of what follows it.
+    """
     seen = calibration.statistics(block, tuple(stage.linears[0] for stage in STAGES))
     _check_seen(seen, layer)
-    scales: dict[Stage, Float[Array, " k"]] = {}
+    scales = {}
     for stage in STAGES:
-        scales[stage], block = _scaled(block, stage, seen[stage.linears[0]], config, recipe)
-    return scales, block
+        weights = [block[f"{name}/weight"] for name in stage.linears]
+        scales[stage] = awq_scales(weights, seen[stage.linears[0]], recipe, _source(stage, config))
+    return scales
 
 
-def _scaled(
-    block: BlockParams, stage: Stage, seen: Statistics, config: ModelConfig, recipe: Recipe
-) -> tuple[Float[Array, " k"], BlockParams]:
-    shared = "attention/out" in stage.linears  # by the query heads that read one value head
-    source = jnp.asarray(head_sources(config.n_heads, config.n_kv_heads, config.head_dim)) if shared else None
-    consumers = {f"{name}/weight": block[f"{name}/weight"] for name in stage.linears}
-    producers = {name: leaf for name, leaf in block.items() if name.rpartition("/")[0] == stage.producer}
-    scale = awq_scales(list(consumers.values()), seen, recipe, source)
-    producers, consumers = fold_scale(scale, producers, consumers, source)
-    return scale, {**block, **producers, **consumers}
+def fold_scales(block: BlockParams, scales: Scales, config: ModelConfig) -> BlockParams:
+    """The dense block that computes what it did, with the scales of its stages' inputs folded in."""
+    for stage, scale in scales.items():
+        consumers = {f"{name}/weight": block[f"{name}/weight"] for name in stage.linears}
+        producers = {name: leaf for name, leaf in block.items() if name.rpartition("/")[0] == stage.producer}
+        producers, consumers = fold_scale(scale, producers, consumers, _source(stage, config))
+        block = {**block, **producers, **consumers}
+    return block
 
 
-def _clip(weight: Float[Array, "k n"], seen: Statistics, recipe: Recipe) -> Float[Array, "groups n"]:
-    """AWQ's ranges of the groups of those columns that they help: a group's are chosen as if it stood alone."""
-    clip = awq_clip(weight, seen, recipe)
-    costs = (
-        column_objectives(weight - round_to_nearest(weight, recipe, limits).dequantize(), seen.gram)
-        for limits in (clip, None)
-    )
-    return jnp.where(jnp.less(*costs)[None, :], clip, jnp.inf)
+def _source(stage: Stage, config: ModelConfig) -> Int[Array, " k"] | None:
+    """Which of a stage's inputs have one scale: those of query heads that read the same value head."""
+    if "attention/out" not in stage.linears:
+        return None
+    return jnp.asarray(head_sources(config.n_heads, config.n_kv_heads, config.head_dim))
 
 
 def _codes(
     weight: Float[Array, "k n"],
     seen: Statistics,
     scale: Float[Array, " k"] | None,
-    clip: Float[Array, "groups n"] | None,
     method: Method,
     recipe: Recipe,
-    solve: Callable[..., tuple[Int4Tensor, Report]],
-) -> tuple[Int4Tensor, Report]:
+    solve: Solve,
+) -> tuple[Codes, Report]:
     """The weight in codes. scale: what its rows are multiplied by and its inputs divided by; the report knows both."""
-    rtn = None
-    if scale is not None:
-        plain = weight / scale[:, None]
-        rtn = objective(plain, round_to_nearest(plain, recipe), seen.divided(1 / scale))
-    if not method.feedback:
-        packed = round_to_nearest(weight, recipe, clip)
-        return packed, measure(weight, packed, seen, rtn)
-    packed, report = solve(weight, seen, clip=clip)
-    return packed, report if rtn is None else dataclasses.replace(report, rtn=rtn)
+    if method.feedback:
+        codes, report = solve(weight, seen)
+    elif method.ranges:
+        codes, report = awq_codes(weight, seen, recipe)
+    else:
+        codes = nearest_codes(weight, recipe)
+        report = measure(weight, codes, seen)
+    if scale is None:
+        return codes, report
+    plain = weight / scale[:, None]
+    rtn = objective(plain, nearest_codes(plain, recipe), seen.divided(1 / scale))
+    return codes, dataclasses.replace(report, rtn=rtn)
 
 
 def _rounded(dense: BlockParams, recipe: Recipe) -> BlockParams:
@@ -233,15 +260,19 @@ def _rounded(dense: BlockParams, recipe: Recipe) -> BlockParams:
         if not name.endswith("/weight") or isinstance(leaf, Int4Tensor):
             return leaf
         try:
-            return round_to_nearest(leaf, recipe)
+            return nearest_stored(leaf, recipe)
         except ValueError as error:
             raise ValueError(f"{_OP}: blocks/{name}: {error}") from error
 
     return {name: one(name, leaf) for name, leaf in dense.items()}
 
 
-def _with_blocks(model: LanguageModel, blocks: BlockParams) -> LanguageModel:
-    return dataclasses.replace(model, params={**model.params, "blocks": unflatten_dict(blocks, sep="/")})
+def _with_blocks(model: LanguageModel, blocks: BlockParams, recipe: Recipe) -> LanguageModel:
+    params, config = {**model.params, "blocks": unflatten_dict(blocks, sep="/")}, model.config
+    if recipe.bits != STORED_BITS:  # a code times a scale has more digits than bfloat16
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+        config = dataclasses.replace(config, param_dtype="float32")
+    return dataclasses.replace(model, config=config, params=params)
 
 
 def check_method(method: str | None, order: str, damping: float, calibrated: bool) -> str:
@@ -252,7 +283,7 @@ def check_method(method: str | None, order: str, damping: float, calibrated: boo
     if order not in ORDERS:
         raise ValueError(f"{_OP}: unknown {order=}. {did_you_mean(order, ORDERS)}")
     if not 0 <= damping < float("inf"):
-        raise ValueError(f"{_OP}: {damping=} - must be finite and not negative. The paper's is 0.01.")
+        raise ValueError(f"{_OP}: {damping=} - must be finite and not negative. The default is 0.05.")
     if not calibrated and METHODS[method] != Method():
         raise ValueError(f"{_OP}: {method=} without batches - it looks at activations. Give calibration text.")
     return method

@@ -2,7 +2,7 @@
 
     x W = (x / s) (s W)    and    Q(s W) / s is closer to W where s is large
 
-The scale and the ranges of groups are searched for by what they do to the layer's output, from the second moment H of
+Scales, and ranges of groups, are searched for by what they do to the layer's output, from the second moment H of
 its inputs alone: tr(dW^T H dW) is the squared change of the output over all tokens that were seen. No block is run
 again.
 """
@@ -12,13 +12,16 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from quant import grid
+from quant.grid import Codes
 from quant.observe import Statistics
 from quant.recipe import Recipe
-from quant.report import column_objectives
+from quant.report import Report, column_objectives
+from quant.tensor import check_storable
 
 # The paper's grids: exponents 0, 1/20, ... 19/20; ranges of 1, 19/20, ... 11/20 of a group's own.
 _STEPS, _SHRINKS = 20, 10
@@ -32,8 +35,8 @@ def awq_scales(
         s = x^r  or  x^r / w^(1-r),   r = 0, 1/20, ... 19/20,   normalised to sqrt(max s min s) = 1
         the s of least  sum over weights of tr(dW^T H dW),   dW = W - Q(s W) / s
 
-    x: mean |x| of an input; w: mean over columns of |w| as a share of the largest in its group. s = 1, which is
-    rounding to nearest, is among them, so that no result is worse. Inputs that were always 0 keep 1.
+    x: mean |x| of an input; w: mean over columns of |w| as a share of the largest in its group. Of those that make none
+    of the weights worse than s = 1, which is rounding to nearest and among them. Inputs that were always 0 keep 1.
 
     Args:
       weights: floating (K, N), all that share the inputs: query, key and value; gate and up.
@@ -81,17 +84,18 @@ def _scales(
 
     mean = jnp.maximum(jnp.diagonal(gram).mean(), jnp.finfo(dtype).tiny)
 
-    def loss(exponents: Float[Array, " 2"]) -> Float[Array, ""]:
+    def losses_of(exponents: Float[Array, " 2"]) -> Float[Array, " weights"]:
         s = candidate(exponents)[:, None]
         deltas = [a - grid.nearest(a * s, recipe)[0].dequantize().astype(dtype) / s for a in wide]
-        return sum((column_objectives(d / jnp.sqrt(mean), gram).sum() for d in deltas), jnp.zeros((), dtype))
+        return jnp.stack([column_objectives(d / jnp.sqrt(mean), gram).sum() for d in deltas])
 
     ratio = jnp.arange(_STEPS, dtype=dtype) / _STEPS
     exponents = jnp.concatenate(
         [jnp.stack([ratio, jnp.zeros_like(ratio)], axis=1), jnp.stack([ratio, 1 - ratio], axis=1)]
     )
-    losses = jax.lax.map(loss, exponents)
-    best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
+    losses = jax.lax.map(losses_of, exponents)
+    harmless = (losses <= losses[:1]).all(axis=1)  # false for NaN
+    best = jnp.argmin(jnp.where(harmless, losses.sum(axis=1), jnp.inf))
     return candidate(exponents[best])
 
 
@@ -108,44 +112,82 @@ def _mean_by(values: Float[Array, " k"], source: Int[Array, " k"]) -> Float[Arra
     return sums[source] / counts[source]
 
 
-def awq_clip(weight: ArrayLike, statistics: Statistics, recipe: Recipe) -> Float[Array, "groups n"]:
-    """Limits of |w| (groups, N), one a group: the range, of the group's own down to 11/20 of it, that does least harm.
+def awq_codes(weight: ArrayLike, statistics: Statistics, recipe: Recipe) -> tuple[Codes, Report]:
+    """The nearest codes on ranges of the groups that do the layer's output least harm.
 
-        m = p max|w|,   p = 1, 19/20, ... 11/20,   of least  d^T H_g d
+        range (p low, q high),   p and q of 1, 19/20, ... 11/20,   of least  d^T H_g d
 
-    d: the error of the group's nearest codes within +-m; H_g: the block of the second moment of the group's inputs.
-    For `clip` of `round_to_nearest` and of `gptq`. The reference leaves query and key as they are.
+    low, high: the group's whole range, 0 included; d: the error of its nearest codes on that range; H_g: the block of
+    the second moment of the group's inputs. Where symmetric p = q. A group's range is chosen as if it stood alone: a
+    column that this makes worse than `round_to_nearest` keeps the nearest codes, so no result is worse. 2, 3, 4 and 8
+    bits. The reference has p = q, clips both ends to the larger one's, and leaves query and key as they are.
 
-    Raises ValueError for statistics of another size.
+    Raises:
+      ValueError: statistics of another size; outside of jit also weights or statistics that are not finite, and scales
+        that `scale_dtype` cannot hold.
     """
     weight = jnp.asarray(weight)
     K = statistics.gram.shape[-1]
     if weight.ndim != 2 or weight.shape[0] != K or not jnp.issubdtype(weight.dtype, jnp.floating):
         raise ValueError(
-            f"awq_clip: got a weight of shape {weight.shape} and dtype {weight.dtype} for statistics of {K} inputs - "
+            f"awq_codes: got a weight of shape {weight.shape} and dtype {weight.dtype} for statistics of {K} inputs - "
             f"must be floating ({K}, N). Give the weight that reads these inputs."
         )
-    return _clip(weight, statistics.gram, recipe)
+    codes, report, exact, finite = _codes(weight, statistics, recipe)
+    if not isinstance(finite, Tracer) and not bool(finite):
+        raise ValueError("awq_codes: weight or gram have NaN or infinite entries - no code is near. Look where from.")
+    check_storable(exact, recipe.scale_dtype, "awq_codes")
+    return codes, report
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
-def _clip(weight: Float[Array, "k n"], gram: Float[Array, "k k"], recipe: Recipe) -> Float[Array, "groups n"]:
-    dtype = jnp.result_type(weight, gram)
-    K, group = len(weight), recipe.group_rows(len(weight))
-    rows = grid.grouped(weight.astype(dtype), group)
-    size = len(rows) * group
-    padded = jnp.pad(gram.astype(dtype), (0, size - K)).reshape(len(rows), group, len(rows), group)
-    numbers = jnp.arange(len(rows))
-    blocks = padded[numbers, :, numbers, :]
+def _codes(
+    weight: Float[Array, "k n"], statistics: Statistics, recipe: Recipe
+) -> tuple[Codes, Report, Float[Array, "groups n"], Bool[Array, ""]]:
+    """(codes, report, the nearest codes' scales before they were stored, whether everything is finite)."""
+    dtype = jnp.result_type(weight, statistics.gram, jnp.float32)
+    weight, gram = weight.astype(dtype), statistics.gram.astype(dtype)
+    (K, N), group = weight.shape, recipe.group_rows(len(weight))
     mean = jnp.maximum(jnp.diagonal(gram).mean(), jnp.finfo(dtype).tiny)
-    top = jnp.abs(rows).max(axis=1)
+    rows, blocks = grid.grouped(weight, group), _blocks(gram, group)
+    low, high = grid.ends(rows)
 
     def attempt(i, best):
-        limit = top * (1 - i / _STEPS)
-        scale, zero = (a[:, None, :] for a in grid.fit(rows, recipe, limit)[:2])
+        p, q = (i, i) if recipe.symmetric else (i // _SHRINKS, i % _SHRINKS)
+        tried = grid.of_range(low * (1 - p / _STEPS), high * (1 - q / _STEPS), recipe)[:2]
+        scale, zero = (a[:, None, :] for a in tried)
         delta = (rows - grid.decode(grid.encode(rows, scale, zero, recipe), scale, zero)) / jnp.sqrt(mean)
         loss = jax.vmap(column_objectives)(delta, blocks)
-        better = loss < best[1]
-        return jnp.where(better, limit, best[0]), jnp.where(better, loss, best[1])
+        return jax.tree.map(functools.partial(jnp.where, loss < best[1]), (tried, loss), best)
 
-    return jax.lax.fori_loop(0, _SHRINKS, attempt, (top, jnp.full_like(top, jnp.inf)))[0]
+    start = ((jnp.ones_like(low), jnp.zeros_like(low)), jnp.full_like(low, jnp.inf))
+    attempts = _SHRINKS if recipe.symmetric else _SHRINKS**2
+    (scale, zero), _ = jax.lax.fori_loop(0, attempts, attempt, start)
+    chosen = grid.encode(rows, scale[:, None], zero[:, None], recipe).reshape(-1, N)[:K]
+    chosen = grid.make_codes(chosen, scale, zero, recipe)
+    plain, exact = grid.nearest(weight, recipe)
+    cost, before = (
+        column_objectives((weight - c.dequantize().astype(dtype)) / jnp.sqrt(mean), gram) for c in (chosen, plain)
+    )
+    better = cost < before
+    codes = grid.where(better, chosen, plain)
+    unsolved = jnp.full((), jnp.nan, dtype)
+    report = Report(
+        objective=jnp.where(better, cost, before).sum() * mean,
+        rtn=before.sum() * mean,
+        fallback=(~better).sum(),
+        clipped=codes.clipped(weight),
+        tokens=statistics.count,
+        damping=unsolved,
+        condition=unsolved,
+        residual=unsolved,
+    )
+    return codes, report, exact, jnp.isfinite(weight).all() & jnp.isfinite(gram).all()
+
+
+def _blocks(gram: Float[Array, "k k"], group: int) -> Float[Array, "groups group group"]:
+    """The second moments inside of each group, zeros past the last row."""
+    groups = -(-len(gram) // group)
+    padded = jnp.pad(gram, (0, groups * group - len(gram))).reshape(groups, group, groups, group)
+    numbers = jnp.arange(groups)
+    return padded[numbers, :, numbers, :]

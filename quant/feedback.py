@@ -77,19 +77,18 @@ def round_rows(
     group: int,
     fitted: Grids | None = None,
     index: Int[Array, " k"],
-    clip: Float[Array, "groups n"] | None = None,
+    mse: bool = False,
 ) -> tuple[UInt8[Array, "k n"], Grids, Float[Array, "k n"], Float[Array, ""]]:
     """(codes, grids, D, sum e^2) of rows in the order in which they are rounded, a whole number of slabs of them.
 
     fitted: (scales, zeros) of all groups, of which row i takes that of group index[i]; None: every `group` rows of a
-    slab are fitted when they are reached, as they have been corrected by then, within `clip`.
+    slab are fitted when they are reached, as they have been corrected by then, with `mse` by least squares.
     """
     (K, N), dtype, slabs = rows.shape, rows.dtype, len(rows) // slab
     per_slab = slab // group
-    limits = None if clip is None else clip.reshape(slabs, per_slab, N)
 
     def one(delta, xs):
-        start, original, index, limits = xs
+        start, original, index = xs
         ahead = jax.lax.dynamic_slice_in_dim(factor, start, slab, axis=1)
         triangle = jax.lax.dynamic_slice_in_dim(ahead, start, slab, axis=0)
         pivots = jnp.diagonal(triangle)
@@ -106,8 +105,7 @@ def round_rows(
             values, scale, zero = state
             first = number * group
             cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=group)
-            limit = None if limits is None else limits[number]
-            fresh = fit(cut(values), recipe, limit, cut(pivots) ** 2)[:2]
+            fresh = fit(cut(values), recipe, cut(pivots) ** 2 if mse else None)[:2]
             scale, zero = (
                 jax.lax.dynamic_update_slice_in_dim(all_rows, jnp.broadcast_to(a, (group, N)), first, axis=0)
                 for all_rows, a in zip((scale, zero), fresh, strict=True)
@@ -130,7 +128,7 @@ def round_rows(
         delta = jax.lax.dynamic_update_slice_in_dim(delta, original - value, start, axis=0)
         return delta, (codes.astype(jnp.uint8), refits, (errors**2).sum())
 
-    xs = (jnp.arange(slabs) * slab, rows.reshape(slabs, slab, N), index.reshape(slabs, slab), limits)
+    xs = (jnp.arange(slabs) * slab, rows.reshape(slabs, slab, N), index.reshape(slabs, slab))
     delta, (codes, refits, squares) = jax.lax.scan(one, jnp.zeros_like(rows), xs)
     scales, zeros = (a.reshape(-1, N) for a in refits) if fitted is None else fitted
     return codes.reshape(K, N), (scales, zeros), delta, squares.sum()

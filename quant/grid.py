@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from pallas_kernels.w4a16.tile import repeated
 from quant.recipe import STORED_BITS, Recipe
 from quant.tensor import Int4Tensor
 
-# Ranges that `mse` tries: 1, 0.99, ... 0.21 of the whole (IST-DASLab/gptq, quant.py).
+# Ranges that least squares try: 1, 0.99, ... 0.21 of the whole (IST-DASLab/gptq, quant.py).
 _SHRINKS, _SHRINK_STEP = 80, 0.01
 
 
@@ -63,6 +63,10 @@ class Codes:
         scale, zero = (repeated(a.astype(jnp.float32), self.group or K, K, axis=0) for a in (self.scales, zeros))
         return scale, zero
 
+    def stored(self) -> Int4Tensor | Float[Array, "k n"]:
+        """What takes the weight's place in a model: packed where that is 4 bits, else the numbers."""
+        return self.pack() if self.bits == STORED_BITS else self.dequantize()
+
     def pack(self) -> Int4Tensor:
         """The weight as it is stored. The caller has seen to it that `bits` is 4 (`Recipe.check_stored`)."""
         tensor = Int4Tensor.from_codes(self.codes, self.scales, self.zeros, group=self.group)
@@ -76,6 +80,17 @@ def as_codes(weight: Int4Tensor | Codes) -> Codes:
     codes, scales, zeros = weight.codes()
     group = None if len(scales) == 1 else weight.group
     return Codes(codes=codes, scales=scales, zeros=zeros, order=weight.permutation, group=group, bits=STORED_BITS)
+
+
+def where(condition: Bool[Array, "*n"], a: Codes, b: Codes) -> Codes:
+    """Of every column, or of all, a or b; columns have one order of rows."""
+
+    def pick(x: Array, y: Array) -> Array:
+        return jnp.where(jnp.broadcast_to(condition, x.shape), x, y)
+
+    arrays = jax.tree.map(pick, (a.codes, a.scales, a.zeros), (b.codes, b.scales, b.zeros))
+    order = a.order if condition.ndim else jax.tree.map(pick, a.order, b.order)
+    return dataclasses.replace(a, **dict(zip(("codes", "scales", "zeros"), arrays, strict=True)), order=order)
 
 
 def encode(
@@ -100,7 +115,6 @@ def grouped(rows: Float[Array, "k n"], group: int) -> Float[Array, "groups group
 def fit(
     rows: Float[Array, "*groups group n"],
     recipe: Recipe,
-    clip: Float[Array, "*groups n"] | None = None,
     importance: Float[Array, "*groups group"] | None = None,
 ) -> tuple[Float[Array, "*groups n"], Float[Array, "*groups n"], Float[Array, "*groups n"]]:
     """(scale as it is stored, zero, scale before it was stored) for each group of rows.
@@ -108,33 +122,37 @@ def fit(
         symmetric     s = 2 max|w| / last,                         z = 2^(bits-1)
         asymmetric    s = (max(w, 0) - min(w, 0)) / last,          z = round(-min(w, 0) / s)
 
-    of weights within +-`clip`; with `recipe.mse` of the range's share p in 1, .99, ... .21 that has the least
+    of the whole range; with `importance` of its share p in 1, .99, ... .21 that has the least
     sum of importance (w - its value)^2. Zero is always a code.
     """
-    high, low = jnp.maximum(rows.max(axis=-2), 0), jnp.minimum(rows.min(axis=-2), 0)
-    if clip is not None:
-        high, low = jnp.minimum(high, clip), jnp.maximum(low, -clip)
-    if not recipe.mse:
-        return _of_range(low, high, recipe)
+    low, high = ends(rows)
+    if importance is None:
+        return of_range(low, high, recipe)
     unit = jnp.maximum(high, -low)[..., None, :]
     unit = jnp.where(unit == 0, 1.0, unit)  # so that no square overflows
-    weights = jnp.ones((*rows.shape[:-1], 1), rows.dtype) if importance is None else importance[..., None]
 
     def attempt(i, best):
         share = 1 - _SHRINK_STEP * i
-        grid = _of_range(low * share, high * share, recipe)
+        grid = of_range(low * share, high * share, recipe)
         scale, zero = (a[..., None, :] for a in grid[:2])
-        error = (weights * ((decode(encode(rows, scale, zero, recipe), scale, zero) - rows) / unit) ** 2).sum(axis=-2)
+        delta = (decode(encode(rows, scale, zero, recipe), scale, zero) - rows) / unit
+        error = (importance[..., None] * delta**2).sum(axis=-2)
         better = error < best[1]
         return jax.tree.map(functools.partial(jnp.where, better), (grid, error), best)
 
-    whole = _of_range(low, high, recipe)
+    whole = of_range(low, high, recipe)
     return jax.lax.fori_loop(0, _SHRINKS, attempt, (whole, jnp.full_like(high, jnp.inf)))[0]
 
 
-def _of_range(
+def ends(rows: Float[Array, "*groups group n"]) -> tuple[Float[Array, "*groups n"], Float[Array, "*groups n"]]:
+    """(low, high) of the range of each group, which zero is always in."""
+    return jnp.minimum(rows.min(axis=-2), 0), jnp.maximum(rows.max(axis=-2), 0)
+
+
+def of_range(
     low: Float[Array, "*groups"], high: Float[Array, "*groups"], recipe: Recipe
 ) -> tuple[Float[Array, "*groups"], Float[Array, "*groups"], Float[Array, "*groups"]]:
+    """What `fit` gives, of a range that is chosen already."""
     last = recipe.last
     scale = jnp.maximum(high, -low) * (2 / last) if recipe.symmetric else high / last - low / last
     scale = jnp.where(scale == 0, 1.0, scale)
@@ -165,13 +183,12 @@ def make_codes(
 def nearest(
     weight: Float[Array, "k n"],
     recipe: Recipe,
-    clip: Float[Array, "groups n"] | None = None,
     order: Int[Array, " k"] | None = None,
 ) -> tuple[Codes, Float[Array, "groups n"]]:
     """(every weight's nearest code, the scales before they were stored), in groups of the rows in this order."""
     K, N = weight.shape
     rows = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     rows = grouped(rows if order is None else rows[order], recipe.group_rows(K))
-    scale, zero, exact = fit(rows, recipe, clip)
+    scale, zero, exact = fit(rows, recipe)
     codes = encode(rows, scale[:, None], zero[:, None], recipe).reshape(-1, N)[:K]
     return make_codes(codes, scale, zero, recipe, order), exact

@@ -14,8 +14,7 @@ class Recipe:
 
     bits: 4 is what an Int4Tensor stores; 2, 3 and 8 are simulated (`quant.grid.Codes`). group: 32, 64 or 128 rows, or
     None for the whole column. symmetric: zero is code 2^(bits-1); otherwise every group has a zero point of its own.
-    scale_dtype: bfloat16 has the range of any weight, float16 three more bits of precision. mse: a group's range is
-    shrunk as far as that lowers its squared error, instead of reaching its largest weight.
+    scale_dtype: bfloat16 has the range of any weight, float16 three more bits of precision.
 
     Raises ValueError for anything else.
     """
@@ -24,7 +23,6 @@ class Recipe:
     group: int | None = 128
     symmetric: bool = True
     scale_dtype: str = "bfloat16"
-    mse: bool = False
 
     def __post_init__(self):
         if self.bits not in BITS:
@@ -52,5 +50,5 @@ class Recipe:
         """Raises ValueError, in the name of `op`, for bits that no packed weight has."""
         if self.bits != STORED_BITS:
             raise ValueError(
-                f"{op}: bits={self.bits} - packed weights have {STORED_BITS}. Simulate others by quant.grid.Codes."
+                f"{op}: bits={self.bits} - packed weights have {STORED_BITS}. jaxflash.quantize simulates others."
             )

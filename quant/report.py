@@ -23,7 +23,7 @@ class Report:
     objective: tr(dW^T H dW) of the result, dW = W - Q, H = the sum of x x^T over the `tokens` seen: the squared change
       of the layer's output, summed over tokens and columns.
     rtn: the same of the nearest codes. No method returns a larger objective.
-    fallback: columns that kept their nearest codes, which were better.
+    fallback: columns that kept their nearest codes, which were as good or better.
     clipped: share of weights beyond the grid of their group, by more than half a step and the rounding of its scale.
     damping: what was added to the diagonal of H, in units of its mean; infinite where none helped, and the layer was
       rounded to nearest. condition: at least this is the condition number of what was solved: largest entry

@@ -1,5 +1,6 @@
 """What README shows, runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -20,3 +21,23 @@ def test_the_commands_are_targets_of_the_makefile():
     makefile = (README.parent / "Makefile").read_text()
     for target in re.findall(r"^make (\w+)", README.read_text(), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_perplexities_of_quantised_models_are_measured_rows():
+    rows = [json.loads(line) for line in (README.parent / "notebooks/results/quantize_smollm2.jsonl").open()]
+    table = README.read_text().split("| method | symmetric | asymmetric |")[1].split("\n\n")[0].splitlines()[2:]
+    shown = {line.split(" | ")[0].strip("| "): [cell.strip() for cell in line.split("|")[2:4]] for line in table}
+    methods = {"nearest": "rtn", "GPTQ": "gptq", "AWQ": "awq", "AWQ, then GPTQ": "awq+gptq"}
+    assert len(shown) >= 4
+    for label, cells in shown.items():
+        paper = "paper" in label
+        method = methods.get(label) or methods[label.split()[0]]
+        for symmetric, cell in zip((True, False), cells, strict=True):
+            found = {
+                f"{row['perplexity']:.2f}"
+                for row in rows
+                if (row["method"], row.get("symmetric"), row.get("group"), row.get("bits", 4))
+                == (method, symmetric, 64, 4)
+                and (method != "gptq" or (row["damping"] == 0.01) == paper)
+            }
+            assert not cell or cell in found, (label, cell)

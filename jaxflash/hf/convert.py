@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jaxflash.language_model import LanguageModel, foreign_tokenizer, is_foreign
 from jaxflash.tokenizer import ByteTokenizer, NoTokenizer
 from quant.formats.api import WRITTEN
 from quant.lora import LoraConfig
-from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
 
 ADAPTER = "adapter"
@@ -44,9 +43,9 @@ def convert(
     source has them: codes, scales and zero points stay what they are, every linear is decoded again and compared, and
     what the target cannot hold is listed instead; "fp8" of a dense source; "orbax" for a run's folder, of step 0 and
     without optimizer state, which `load` takes on any mesh; "adapter" for the adapters of a run that trained them, as
-    peft keeps them. 4-bit weights become the numbers that they stand for where the target is "dense" or "orbax", and
-    adapters are merged. dtype: of the dense weights written (None: the one that holds the source's values as they are).
-    on_read, on_write: told of each tensor.
+    peft keeps them. 4-bit weights stay packed in "orbax", and become what they stand for in "dense"; adapters are merged.
+    dtype: of the dense weights written (None: the one that holds the source's values as they are). on_read, on_write:
+    told of each tensor.
 
     Raises:
       ValueError: an unknown target, one that is not for such a source, or a dtype that it does not have.
@@ -72,7 +71,7 @@ def convert(
         return
     model = merge(model) if has_adapters(model.params) else model
     if to == "orbax":
-        _write_orbax(_dense(model, "bfloat16" if dtype == "bfloat16" else "float32"), destination, on_write)
+        _write_orbax(model.astype("bfloat16" if dtype == "bfloat16" else "float32"), destination, on_write)
     else:
         save(model, destination, dtype=dtype, format=cast(FileFormat, to), on_tensor=on_write)
 
@@ -84,7 +83,7 @@ def written_bytes(found: Inspection, to: str, dtype: FileDType | None = None) ->
         lora = _lora(found)
         made = () if lora is None else jax.tree.leaves(abstract_adapters(found.config, lora))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in made)
-    if to in WRITTEN:
+    if to in WRITTEN or (to == "orbax" and found.products):
         return sum(kind.nbytes for kind in found.kinds)
     return found.parameters if to == FP8 else found.parameters * jnp.dtype(_written_dtype(to, dtype, found)).itemsize
 
@@ -109,22 +108,12 @@ def _written_dtype(to: str, dtype: FileDType | None, found: Inspection) -> FileD
     """The asked dtype, or the one that holds all that will be dense as it is."""
     if dtype is not None:
         return dtype
-    if (found.products or _lora(found) is not None) and to not in WRITTEN:
+    if (found.products and to == "dense") or (_lora(found) is not None and to not in WRITTEN):
         return "float32"  # a code times a 16-bit scale, or that and a sum of float32 products
     kept = [kind for kind in found.kinds if not (kind.quantised and to in WRITTEN)]
     if to != "orbax" and all(kind.precisions == ("F16",) for kind in kept):
         return "float16"  # loaded as float32, which holds it; here the files' own type is at hand
     return found.config.param_dtype
-
-
-def _dense(model: LanguageModel, dtype: DType) -> LanguageModel:
-    """The model with 4-bit weights as the numbers that they stand for; a dense one is itself."""
-
-    def one(leaf: Any) -> Any:
-        return jax.vmap(lambda t: t.dequantize(dtype))(leaf) if isinstance(leaf, Int4Tensor) else leaf.astype(dtype)
-
-    params = jax.tree.map(one, model.params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, param_dtype=dtype), params=params)
 
 
 def _check_run(source: Path) -> None:
@@ -141,9 +130,8 @@ def _write_orbax(model: LanguageModel, path: Path, on_write: OnTensor | None) ->
     name = "byte" if isinstance(model.tokenizer, ByteTokenizer) else str(path / "tokenizer.json")
     run = TrainConfig(model=model.config, tokenizer=name, seq_len=min(model.config.context, 4096))
     handlers = {"params": ocp.StandardCheckpointHandler(), "meta": ocp.JsonCheckpointHandler()}
-    items = ocp.args.Composite(
-        params=ocp.args.StandardSave(model.params), meta=ocp.args.JsonSave({"step": 0, "data": "converted"})
-    )
+    meta = {"step": 0, "data": "converted", "packed": checkpoint.packed_facts(model.params)}
+    items = ocp.args.Composite(params=ocp.args.StandardSave(model.params), meta=ocp.args.JsonSave(meta))
     with new_folder(path, size) as folder:
         assert folder is not None  # one process
         write_json(folder / "config.json", dataclasses.asdict(run))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jaxflash.gguf.model import open_gguf
 from jaxflash.hf import safetensors
 from jaxflash.hf.linears import StoredLinear
 from jaxflash.hf.load import Checkpoint, is_hub_folder, open_checkpoint
-from jaxflash.hf.names import places
+from jaxflash.hf.names import Place, places
 from jaxflash.model import count_parameters
 from pallas_kernels.attention.api import explain
 from pallas_kernels.dispatch import Explanation
@@ -23,6 +23,7 @@ from pallas_kernels.w4a16 import api as w4a16
 from pallas_kernels.w4a16.layout import padded
 from pallas_kernels.w4a16.spec import SCALE_DTYPES, W4A16Spec
 from quant.formats import fp8
+from quant.tensor import Int4Tensor
 
 # Name, shape, precision as stored, bytes in the files, whether it is quantised.
 type Tensor = tuple[str, tuple[int, ...], str, int, bool]
@@ -137,14 +138,15 @@ def inspect(path: str | Path) -> Inspection:
         tensors = [_tensor(name, opened) for name in places(config)]
         kind = "GGUF file" if path.suffix == ".gguf" else "Hugging Face folder"
     else:
-        run, products = checkpoint.read_config(path), ()
+        run = checkpoint.read_config(path)
         config = run.model
-        steps = checkpoint.saved_steps(path)
-        size = np.dtype(jax.numpy.dtype(config.param_dtype)).itemsize
-        tensors = [
-            (name, place.shape, config.param_dtype, int(np.prod(place.shape)) * size, False)
+        steps, packed = checkpoint.saved_steps(path), checkpoint.packed_weights(path)
+        tensors = [_saved_tensor(name, place, packed.get(place.path), config) for name, place in places(config).items()]
+        products = tuple(
+            _packed_product(name, packed[place.path], config)
             for name, place in places(config).items()
-        ]
+            if place.path in packed and place.layer == 0
+        )
         kind = f"run folder with checkpoints of steps {steps}" if steps else "run folder without a checkpoint"
         if run.lora is not None:
             kind += f", of adapters of rank {run.lora.rank} for {run.init_from}, whose tensors follow"
@@ -172,26 +174,38 @@ def _tensor(name: str, opened: Checkpoint) -> Tensor:
 
 def _products(opened: Checkpoint) -> tuple[Product, ...]:
     """Those of the first layer, with zero points and the dtype of scales as configuration and headers say."""
-    config = opened.config
 
-    def explained(linear: StoredLinear, rows: int) -> Explanation:
+    def one(linear: StoredLinear) -> Product:
         stored = {tensor.dtype.name for tensor in linear.tensors.values()} & set(SCALE_DTYPES)
-        spec = W4A16Spec(
-            M=rows,
-            K=linear.spec.K,
-            N=linear.spec.N,
-            group=linear.spec.group if linear.spec.group < linear.spec.K else padded(linear.spec.K),
-            zeros=linear.spec.zeros,
-            dtype=config.compute_dtype,
-            scale_dtype=next(iter(stored), "bfloat16"),
-        )
-        return w4a16.explain(spec)
+        spec = linear.spec
+        group = spec.group if spec.group < spec.K else padded(spec.K)
+        facts = {"K": spec.K, "N": spec.N, "group": group, "zeros": spec.zeros}
+        return _product(linear.name, opened.config, scale_dtype=next(iter(stored), "bfloat16"), **facts)
 
-    return tuple(
-        Product(name=linear.name.split(".", 3)[3], token=explained(linear, 1), prompt=explained(linear, config.context))
-        for linear in opened.linears.values()
-        if linear.place.layer == 0
+    return tuple(one(linear) for linear in opened.linears.values() if linear.place.layer == 0)
+
+
+def _packed_product(name: str, weight: Int4Tensor, config: ModelConfig) -> Product:
+    (K, N), zeros = weight.shape, weight.zeros is not None
+    facts = {"K": K, "N": N, "group": weight.group, "zeros": zeros, "scale_dtype": weight.scales.dtype.name}
+    return _product(name.removesuffix(".weight"), config, **facts)
+
+
+def _product(linear: str, config: ModelConfig, **facts: Any) -> Product:
+    token, prompt = (
+        w4a16.explain(W4A16Spec(M=rows, dtype=config.compute_dtype, **facts)) for rows in (1, config.context)
     )
+    return Product(name=linear.split(".", 3)[3], token=token, prompt=prompt)
+
+
+def _saved_tensor(name: str, place: Place, packed: Int4Tensor | None, config: ModelConfig) -> Tensor:
+    """A tensor of a run folder; its layers lie in one array, of which it is one part in all."""
+    if packed is None:
+        size = np.dtype(jax.numpy.dtype(config.param_dtype)).itemsize
+        return name, place.shape, config.param_dtype, int(np.prod(place.shape)) * size, False
+    rows = "whole columns" if packed.group >= packed.shape[0] else f"groups of {packed.group}"
+    nbytes = sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(packed))
+    return name, place.shape, f"INT4 packed, {rows}", nbytes // config.n_layers, True
 
 
 def explain_prompt(config: ModelConfig, shape: tuple[int, int], *, packed: bool = False) -> Explanation:

@@ -24,6 +24,7 @@ from pallas_kernels.w4a16.layout import unpack_columns
 from quant.formats import fp8
 from quant.formats.api import FORMATS
 from quant.formats.grid import Format, Grid, LinearSpec, grid_of
+from quant.recipe import Recipe
 from quant.tensor import Int4Tensor
 
 type Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -126,14 +127,34 @@ def packed_scheme(params: Mapping[str, Any], format: str, config: ModelConfig) -
     if len(groups) > 1 or (group is not None and whole and max(whole) > group):
         sizes = [*(f"{size} rows" for size in sorted(groups)), *(["whole columns"] if whole else [])]
         faults.insert(0, f"groups of {' and '.join(sizes)}, of which a checkpoint has one")
-    if faults:
-        rest = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise Unsupported(
-            f"save: {format!r} cannot hold {len(faults)} of this model's properties - nothing is rounded or left out. "
-            f"Choose another format.\n  " + "\n  ".join(faults[:_SHOWN]) + rest,
-            [(format, fault) for fault in faults],
-        )
+    _refuse("save", format, faults)
     return Scheme(format=format, group=group, symmetric=symmetric, ordered=ordered), dense
+
+
+def check_sizes(op: str, config: ModelConfig, format: str, recipe: Recipe, *, ordered: bool) -> None:
+    """Raises Unsupported for what `format` could not hold of this model's blocks in 4 bits, as far as sizes tell.
+
+    ordered: whether rows will be in activation order.
+    """
+    faults = []
+    for name, place in places(config).items():
+        if place.layer == 0 and place.transposed:
+            N, K = place.shape
+            g_idx = np.zeros(K, np.int32) if ordered else None
+            grid = Grid(shape=(K, N), group=recipe.group_rows(K), scales=np.ones((1, 1), np.float16), g_idx=g_idx)
+            faults += [f"{name}: {fault}" for fault in FORMATS[format].faults(grid)]
+    _refuse(op, format, faults)
+
+
+def _refuse(op: str, format: str, faults: list[str]) -> None:
+    if not faults:
+        return
+    rest = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    raise Unsupported(
+        f"{op}: {format!r} cannot hold {len(faults)} of this model's properties - nothing is rounded or left out. "
+        f"Choose another format.\n  " + "\n  ".join(faults[:_SHOWN]) + rest,
+        [(format, fault) for fault in faults],
+    )
 
 
 def _spec(leaf: Int4Tensor, scheme: Scheme) -> LinearSpec:

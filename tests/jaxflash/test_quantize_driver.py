@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import sys
 from typing import Any
 
 import jax
@@ -22,16 +23,19 @@ from jaxflash.config import Sampling
 from jaxflash.data import Batch
 from jaxflash.evaluate import evaluate
 from jaxflash.generate import generate
+from jaxflash.hf.pieces import check_sizes
 from jaxflash.language_model import LanguageModel, load, save
-from jaxflash.quantize import METHODS, fold_scales, quantize
+from jaxflash.quantize import METHODS, fold_scales, input_scales, quantize
 from jaxflash.quantize_report import REPORT, gain, summary, write_report
 from jaxflash.tokenizer import ByteTokenizer
+from pallas_kernels.dispatch import Unsupported
 from quant.recipe import Recipe
 from quant.tensor import Int4Tensor
 from sharding.mesh import make_mesh
 from tests.jaxflash import model_oracle as oracle
 from tests.jaxflash.model_oracle import random_params, small
 from tests.jaxflash.test_quantize import dequantized
+from tests.quant import oracle as oracle_codes
 from tests.tolerance import assert_close
 
 CONFIG = small(vocab_size=257, d_ff=64, qkv_bias=True, tie_embeddings=True)
@@ -134,15 +138,23 @@ def test_rounding_with_text_is_rounding_without():
     assert {gain(record) for record in records} == {1.0}
 
 
-def test_folded_scales_leave_the_model_what_it_was():
+def wild(weights, statistics, recipe, source=None):
+    """Scales that suit nobody, alike where inputs come from the same source."""
+    size = jnp.exp(2 * jnp.sin(jnp.arange(len(statistics.abs_sum), dtype=jnp.float32)))
+    return size if source is None else size[source]
+
+
+def test_folded_scales_leave_the_model_what_it_was(monkeypatch):
     """Value heads that several query heads read, and biases, included."""
+    monkeypatch.setattr(sys.modules[quantize.__module__], "awq_scales", wild)
     dense = model()
     calibration = Calibration(dense.config, dense.params, batches())
     blocks = []
     for layer in range(2):
         block = block_params(dense.params["blocks"], layer)
-        scales, folded = fold_scales(block, calibration, dense.config, RECIPE, layer)
-        assert all(float(jnp.abs(jnp.log(s)).max()) > 0.1 for s in scales.values())
+        scales = input_scales(block, calibration, dense.config, RECIPE, layer)
+        folded = fold_scales(block, scales, dense.config)
+        assert list(scales) == list(STAGES)
         assert not np.array_equal(folded["attention/v/bias"], block["attention/v/bias"])
         calibration.advance(block)
         blocks.append(folded)
@@ -160,11 +172,41 @@ def test_folded_scales_leave_the_model_what_it_was():
 def test_scaled_methods_do_better_than_the_nearest_codes_and_generate(method):
     packed, records = quantized(method)
     gains = [gain(record) for record in records]
-    assert len(gains) == 14 and np.log(gains).mean() < 0
-    if METHODS[method].feedback:  # a scale alone is chosen for all linears of a stage, and for inputs still dense
-        assert max(gains) < 1
+    assert len(gains) == 14 and np.log(gains).mean() < 0 and max(gains) <= 1
     dense = dataclasses.replace(packed, params=dequantized(packed.params))
     assert generate(packed, "To be", Sampling(max_new_tokens=4)) == generate(dense, "To be", Sampling(max_new_tokens=4))
+
+
+def test_scales_that_make_a_linear_worse_are_taken_back(monkeypatch):
+    """All of them here: the result is that of the method without scales, and so no worse than the nearest codes."""
+    monkeypatch.setattr(sys.modules[quantize.__module__], "awq_scales", wild)
+    records = []
+    packed = quantize(model(), RECIPE, batches(), method="awq+gptq", on_record=records.append, quiet=True)
+    plain, plain_records = quantized("gptq")
+    assert max(gain(record) for record in records) <= 1
+    assert records == plain_records
+    assert_same_bits(packed.params, plain.params)
+
+
+@pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_other_bits_are_simulated_in_dense_weights(method, tmp_path):
+    dense, recipe, records = model(), dataclasses.replace(RECIPE, bits=3), []
+    given = None if method == "rtn" else batches()
+    simulated = quantize(dense, recipe, given, method=method, on_record=records.append, quiet=True)
+    assert simulated.config == dataclasses.replace(dense.config, param_dtype="float32")
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(simulated.params)} == {"float32"}
+    before, after = (flatten_dict(each.params["blocks"], sep="/") for each in (dense, simulated))
+    for name in LINEARS:
+        w, weight = (np.asarray(tree[f"{name}/weight"]) for tree in (before, after))
+        groups = weight.reshape(2, -1, 32, weight.shape[-1])
+        values = [len(np.unique(group)) for group in np.moveaxis(groups, 2, -1).reshape(-1, 32)]
+        assert 4 < max(values) <= 8
+        if method == "rtn":
+            parts = oracle_codes.rounded(w[1], 32, symmetric=False, scale_dtype=jnp.bfloat16, bits=3)
+            np.testing.assert_array_equal(weight[1], oracle_codes.weight(*parts, 32).astype(np.float32))
+    assert all(record["objective"] <= record["rtn"] for record in records)
+    save(simulated, tmp_path / "x")
+    assert_same_bits(load(tmp_path / "x").params, simulated.params)
 
 
 def test_what_is_no_block_weight_stays():
@@ -201,7 +243,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(tmp_path):
         assert_same_bits(packed.params, whole.params)
         assert seen == all_records and first.stat().st_mtime_ns == written
 
-    changed: list[dict[str, Any]] = [{"method": "rtn"}, {"order": "none"}, {"damping": 0.1}]
+    changed: list[dict[str, Any]] = [{"method": "rtn"}, {"order": "none"}, {"damping": 0.1}, {"mse": False}]
     for changes in changed:
         with pytest.raises(ValueError, match=f"holds blocks that were quantised otherwise .{next(iter(changes))}: "):
             quantize(model(), RECIPE, batches(), folder=folder, quiet=True, **changes)
@@ -340,6 +382,20 @@ def command(capsys, monkeypatch):
 
     yield run
     jax.config.update("jax_compilation_cache_dir", cache)
+
+
+def test_formats_that_cannot_hold_the_result_are_told_before_any_work(command, capsys, tmp_path):
+    flags = ("quantize", "--model", tmp_path / "none", "--out", tmp_path / "x", "--method", "rtn")
+    with pytest.raises(SystemExit):
+        command(*flags, "--bits", 3, "--format", "gptq")
+    assert "quantize: bits=3 with format='gptq' - packed files have 4 bits" in capsys.readouterr().err
+    config = dataclasses.replace(CONFIG, d_model=96, head_dim=24)
+    with pytest.raises(Unsupported, match="(?s)'awq' cannot hold 6 .*q_proj.weight: K=96 is no multiple of group=64"):
+        check_sizes("quantize", config, "awq", Recipe(group=64), ordered=False)
+    with pytest.raises(Unsupported, match="rows in activation order"):
+        check_sizes("quantize", CONFIG, "awq", RECIPE, ordered=True)
+    for format in ("gptq", "compressed-tensors"):
+        check_sizes("quantize", CONFIG, format, RECIPE, ordered=True)
 
 
 @pytest.mark.slow

@@ -66,6 +66,29 @@ def test_there_and_back_through_a_run_folder(hub, tmp_path):
     assert load(tmp_path / "run", param_dtype="float32").params["table"].dtype == np.float32
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "ordered"])
+def test_4_bits_stay_packed_in_a_run_folder(kind, tmp_path):
+    """There, on a mesh, in other precision, and back in a Hub folder: the same codes, a seventh of the bytes."""
+    model = packed(kind)[0]
+    save(model, tmp_path / "hub")
+    model.tokenizer.save(tmp_path / "hub")
+    convert(tmp_path / "hub", tmp_path / "run", "orbax")
+    found = inspect(tmp_path / "run")
+    kinds = {k.name: k for k in found.kinds}
+    assert kinds["layers.*.mlp.up_proj.weight"].precisions == ("INT4 packed, groups of 32",)
+    assert kinds["layers.*.mlp.up_proj.weight"].nbytes < 2 * 64 * 96 * 2 and len(found.products) == 7
+    run = load(tmp_path / "run")
+    assert same(run.params, model.params) and run.config == load(tmp_path / "hub").config
+    assert same(load(tmp_path / "run", mesh=make_mesh({"data": 2})).params, model.params)
+    half = load(tmp_path / "run", param_dtype="bfloat16")
+    assert half.params["table"].dtype == "bfloat16" and half.config.param_dtype == "bfloat16"
+    assert same(half.params["blocks"]["mlp"]["down"], model.params["blocks"]["mlp"]["down"])
+    convert(tmp_path / "run", tmp_path / "back", "compressed-tensors")
+    assert raw(tmp_path / "back") == raw(tmp_path / "hub")
+    with pytest.raises(ValueError, match="to='fp8' - the source is in 4 bits already"):
+        convert(tmp_path / "run", tmp_path / "x", "fp8")
+
+
 def test_a_gguf_file_becomes_a_folder(quantised, tmp_path):
     path, _, config = quantised
     convert(path, tmp_path / "x", "dense")
