@@ -1,6 +1,7 @@
 """What a model, a training run and a sampler are made of: frozen dataclasses, presets, dotted overrides and JSON."""
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -388,8 +389,11 @@ def _read(where: str, value: Any, hint: Any) -> Any:
     return value
 
 
+_hints = functools.cache(typing.get_type_hints)  # `jaxflash plan` makes thousands of configurations
+
+
 def _check_literals(what: str, config: Any) -> None:
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         if typing.get_origin(hint) is Literal:
             _check_literal(what, name, getattr(config, name), typing.get_args(hint))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxflash import stages
@@ -243,6 +243,15 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
     stages.check(config, mesh)
     _, shapes, axes = abstract(config.model)
     rules.check(shapes, axes, mesh, axis_units(config.model), stages.layout_rules(config, mesh))
+    check_rows(config, mesh)
+
+
+def check_rows(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
+    """That the rows of a microbatch, and their places, divide over the mesh.
+
+    Raises:
+      ValueError: they do not; names the nearest batch_size or seq_len.
+    """
     ways = rules.ways("batch", mesh)
     rows = config.batch_size // config.accumulate
     if rows % ways:
