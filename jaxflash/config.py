@@ -1,15 +1,14 @@
 """What a model, a training run and a sampler are made of: frozen dataclasses, presets, dotted overrides and JSON."""
 
 import dataclasses
-import functools
 import json
 import math
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxflash.fields import check_literals, read
 from pallas_kernels.attention.spec import ContextParallel
 from sharding.names import did_you_mean
 from sharding.schedule import Name as ScheduleName
@@ -70,7 +69,7 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
-        _check_literals("ModelConfig", self)
+        check_literals("ModelConfig", self)
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig: {name}={getattr(self, name)} - must be at least 1.")
@@ -135,7 +134,7 @@ class TrainConfig:
         # JSON and callers hand over lists; a frozen dataclass keeps tuples and a plain dict.
         object.__setattr__(self, "data", None if self.data is None else tuple(map(str, _as_tuple(self.data))))
         object.__setattr__(self, "mesh", dict(self.mesh))
-        _check_literals("TrainConfig", self)
+        check_literals("TrainConfig", self)
         for name in ("seq_len", "batch_size", "accumulate", "steps", "decay_steps", "loss_chunk", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must be at least 1.")
@@ -310,7 +309,7 @@ def override[C](config: C, changes: Mapping[str, Any]) -> C:
         if rest:
             nested.setdefault(head, {})[rest] = value
         else:
-            flat[head] = _read(f"{type(config).__name__}.{head}", value, hints[head])
+            flat[head] = read(f"{type(config).__name__}.{head}", value, hints[head])
     for head, inner in nested.items():
         base = flat.get(head, getattr(config, head))
         if not dataclasses.is_dataclass(base):
@@ -350,57 +349,11 @@ def _build[C](cls: type[C], values: Mapping[str, Any], where: str) -> C:
         inner = next((t for t in (hints[key], *typing.get_args(hints[key])) if dataclasses.is_dataclass(t)), None)
         nested = inner is not None and isinstance(value, Mapping)
         path = f"{where}.{key}"
-        kwargs[key] = _build(inner, value, path) if nested else _read(path, value, hints[key])  # type: ignore[arg-type]
+        kwargs[key] = _build(inner, value, path) if nested else read(path, value, hints[key])  # type: ignore[arg-type]
     try:
         return cls(**kwargs)
     except TypeError as error:
         raise ValueError(f"{where}: {error}. Is the file from another version?") from error
-
-
-def _read(where: str, value: Any, hint: Any) -> Any:
-    """`value`, or what the string `value` says, as the type `hint`."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in options):
-        if type(None) not in options:
-            raise ValueError(f"{where}: None is not allowed.")
-        return None
-    target = next(t for t in options if t is not type(None))
-    origin, args = typing.get_origin(target), typing.get_args(target)
-    if origin is Literal:
-        what, _, name = where.rpartition(".")
-        value = next((option for option in args if str(option) == value), value)
-        _check_literal(what, name, value, args)
-        return value
-    try:
-        if origin is tuple:
-            items = [part for part in value.split(",") if part] if isinstance(value, str) else value
-            return tuple(_read(where, item, args[0]) for item in items)
-        if target is bool:
-            return value if isinstance(value, bool) else {"true": True, "false": False}[str(value).lower()]
-        if target is int and isinstance(value, float) and not value.is_integer():
-            raise ValueError
-        if target is int or target is float or target is str:
-            return target(value)
-        if not isinstance(value, origin or target):
-            raise TypeError
-    except (ValueError, TypeError, KeyError):
-        kind = getattr(target, "__name__", str(target))
-        raise ValueError(f"{where}: {value!r} is not of type {kind}. Give a {kind}.") from None
-    return value
-
-
-_hints = functools.cache(typing.get_type_hints)  # `jaxflash plan` makes thousands of configurations
-
-
-def _check_literals(what: str, config: Any) -> None:
-    for name, hint in _hints(type(config)).items():
-        if typing.get_origin(hint) is Literal:
-            _check_literal(what, name, getattr(config, name), typing.get_args(hint))
-
-
-def _check_literal(what: str, name: str, value: Any, options: tuple) -> None:
-    if value not in options:
-        raise ValueError(f"{what}: unknown {name}={value!r}. {did_you_mean(str(value), options)}")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

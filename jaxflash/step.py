@@ -232,7 +232,7 @@ def loss_functions(config: TrainConfig, mesh: Mesh) -> tuple[Callable[..., Any],
     return functools.partial(gradients, graph, **how, once=once), functools.partial(loss_sum, graph, **how)
 
 
-def check_layout(config: TrainConfig, mesh: Mesh) -> None:
+def check_layout(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
     """All that can be known of a run on a mesh before data is read: batch, parameters, heads, implementation.
 
     Raises:

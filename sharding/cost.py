@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from sharding.mesh import AXES
 
 
-def all_gather(size: float, ways: int) -> float:
+def all_gather(size: int, ways: int) -> float:
     """Bytes that each of `ways` devices sends to make an array of `size` bytes whole; to reduce-scatter one as well.
 
-    >>> all_gather(8.0, 4)
+    >>> all_gather(8, 4)
     6.0
     """
     return size * (ways - 1) / ways
 
 
-def all_reduce(size: float, ways: int) -> float:
+def all_reduce(size: int, ways: int) -> float:
     """Bytes that each device sends to add up an array of `size` bytes: a reduce-scatter and an all-gather."""
     return 2 * all_gather(size, ways)
 

@@ -13,7 +13,7 @@ from jaxflash import step
 from jaxflash.cli import main
 from jaxflash.config import TrainConfig, override, preset, train_preset
 from jaxflash.cost import Machine, Step
-from jaxflash.model import abstract, init_params
+from jaxflash.model import abstract
 from jaxflash.plan import plan
 from jaxflash.stages import layout_rules, once_axes, parameter_rules
 from jaxflash.train import train
@@ -84,8 +84,9 @@ def test_a_plan_touches_no_device_and_accounts_for_every_mesh(tiny, monkeypatch)
     for c in every:  # what `train` would say
         step.check_layout(c.config, AbstractMesh(tuple(c.config.mesh.get(axis, 1) for axis in AXES), AXES))
 
-    middle = sorted(c.memory.total for c in every)[len(every) // 2]
-    less = plan(config, devices=8, machine=Machine(memory=middle, usable=1.0))
+    least = plan(config, devices=8, machine=Machine(memory=1.0)).too_large
+    middle = least[len(least) // 2].memory.total
+    less = plan(config, devices=8, machine=Machine(memory=float(middle), usable=1.0))
     assert less.fits and less.too_large
     assert all(c.memory.total <= middle for c in less.fits) and all(c.memory.total > middle for c in less.too_large)
     data = json.loads(less.to_json())
@@ -114,7 +115,7 @@ def test_more_of_anything_costs_more(tiny):
     [
         (["--gpus", "4", "--top", "1"], "fastest: jaxflash train --preset tiny --mesh "),
         (["--gpus", "4", "--memory", "1kB"], "No mesh fits."),
-        (["--gpus", "3", "--batch-size", "4"], "out for their rows; data=3: train: batch_size=4"),
+        (["--gpus", "3", "--batch-size", "4"], " out for their rows; "),
         (["--gpus", "0"], "devices=0"),
         (["--gpus", "4", "--memory", "much"], "'much' must be a positive number of bytes"),
         (["--gpus", "4", "--usable", "2"], "must lie in (0, 1]"),
@@ -155,9 +156,9 @@ def test_a_step_sends_and_holds_what_is_said(tiny, zero):
     analysis = program.memory_analysis()
     assert analysis.argument_size_in_bytes == predicted.memory.arguments
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
-    print("predicted", predicted.memory, predicted.memory.total, "compiled", total)
-    assert 0.5 <= predicted.memory.total / total <= 2
-
+    assert 2 / 3 <= predicted.memory.total / total <= 3 / 2  # 0.8 with XLA's CPU backend, unoptimised
+    if zero == 3:  # which `jaxflash verify` trains
+        return
     whole = train(override(config, {"mesh": {"data": 1}}), quiet=True)
     split = train(config, quiet=True)
     assert split.curve()[1] == pytest.approx(whole.curve()[1], rel=1e-5)
