@@ -1,4 +1,4 @@
-"""The `jaxflash` command: demo, train, launch, verify, generate, evaluate, quantize, convert, inspect, explain.
+"""The `jaxflash` command: demo, train, launch, plan, verify, generate, evaluate, quantize, convert, inspect, explain.
 
 Flags are the configuration's own field names.
 """
@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeEla
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from jaxflash import checkpoint, verify
+from jaxflash import checkpoint, cli_plan, verify
 from jaxflash.adapters import has_adapters
 from jaxflash.calibration import calibration_batches
 from jaxflash.combinations import SMALL
@@ -30,6 +30,7 @@ from jaxflash.corpus.tokens import default_cache_dir
 from jaxflash.demo import DemoError, demo, demo_config
 from jaxflash.evaluate import evaluate
 from jaxflash.finetune import finetune_preset, merge
+from jaxflash.flags import assignments
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
 from jaxflash.hf.convert import ADAPTER, TARGETS, convert, written_bytes
@@ -85,7 +86,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     for add in (
         _add_demo, _add_train, _add_launch, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect,
-        _add_explain, _add_verify,
+        _add_explain, _add_verify, cli_plan.add,
     ):  # fmt: skip
         add(commands)
     args, extra = parser.parse_known_args(argv)
@@ -111,25 +112,6 @@ def _add_fields(parser: argparse.ArgumentParser, config: type, *, skip: frozense
 def _given(args: argparse.Namespace, config: type, *, skip: frozenset[str]) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(config) if f.name not in skip]
     return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
-
-
-def _assignments(
-    items: Sequence[str],
-    *,
-    reserved: frozenset[str] = frozenset(),
-    flag: str = "--set",
-    example: str = "model.n_layers=2",
-) -> dict[str, str]:
-    """What `--set KEY=VALUE` said; a key that has a flag of its own here is refused."""
-    pairs = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"{flag} {item!r}: must be KEY=VALUE, for instance {example}.")
-        if key in reserved:
-            raise ValueError(f"--set {item!r}: {key} has a flag of its own here. Use --{key} {value}.")
-        pairs[key] = value
-    return pairs
 
 
 _DTYPES = get_args(DType)
@@ -165,13 +147,13 @@ def _train(args: argparse.Namespace) -> None:
 def train_config(args: argparse.Namespace) -> TrainConfig:
     """The TrainConfig that the flags of `jaxflash train` describe, on top of the preset or of the run in --out."""
     changes = _given(args, TrainConfig, skip=_NOT_FLAGS)
-    changes |= _assignments(args.set)
+    changes |= assignments(args.set)
     if args.data is not None:
         changes["data"] = tuple(args.data)
     if args.mesh is not None:
         changes["mesh"] = parse_mesh(args.mesh)
     if args.lora is not None:
-        changes["lora"] = override(LoraConfig(), _assignments(args.lora.split(","), flag="--lora", example="rank=16"))
+        changes["lora"] = override(LoraConfig(), assignments(args.lora.split(","), flag="--lora", example="rank=16"))
     if args.model is not None:
         if args.preset is not None:
             raise ValueError("train: --preset with --model - a run begins with one of them. Leave one out.")
@@ -396,7 +378,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    changes = _assignments(args.set, reserved=frozenset({"out", "steps"}))
+    changes = assignments(args.set, reserved=frozenset({"out", "steps"}))
     if demo(demo_config(args.out, steps=args.steps, **changes)) is None:
         sys.exit(128 + signal.SIGINT)
 
@@ -429,7 +411,7 @@ def _add_verify(commands: Any) -> None:
 
 def _verify(args: argparse.Namespace) -> None:
     config = SMALL if args.preset is None else train_preset(args.preset)
-    config = override(config, _assignments(args.set, reserved=frozenset({"mesh", "steps"})) | {"steps": args.steps})
+    config = override(config, assignments(args.set, reserved=frozenset({"mesh", "steps"})) | {"steps": args.steps})
     mesh = None if args.mesh is None else parse_mesh(args.mesh)
     findings, start = [], time.monotonic()
     for finding in verify.verify(config, devices=args.devices, mesh=mesh, workers=args.workers):

@@ -1,6 +1,7 @@
 """Values from outside, strings and JSON, as fields of dataclasses: by their types, or an error that names the field."""
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -38,6 +39,7 @@ def read(where: str, value: Any, hint: Any) -> Any:
     origin, args = typing.get_origin(target), typing.get_args(target)
     if origin is Literal:
         what, _, name = where.rpartition(".")
+        value = next((option for option in args if str(option) == value), value)
         _check_literal(what, name, value, args)
         return value
     try:
@@ -58,9 +60,12 @@ def read(where: str, value: Any, hint: Any) -> Any:
     return value
 
 
+_hints = functools.cache(typing.get_type_hints)  # `jaxflash plan` makes thousands of configurations
+
+
 def check_literals(what: str, config: Any) -> None:
     """Raises ValueError for a field of type Literal that holds none of its values."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         if typing.get_origin(hint) is Literal:
             _check_literal(what, name, getattr(config, name), typing.get_args(hint))
 

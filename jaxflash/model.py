@@ -320,15 +320,22 @@ def axis_units(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Model FLOPs of one training token, forward and backward: 6 a matmul weight, 12 a pair of query and key dims.
+    """Model FLOPs of one training token, forward and backward: 6 a matmul weight, and those of attention.
 
-    6 weights + 12 L N H keys, where a token of a full row sees `seq_len / 2` keys on average, or, with a window w below
-    it, w - w^2 / (2 seq_len). A table counts where it is the head; norms, biases and recomputation do not.
+    A table counts where it is the head; norms, biases and recomputation do not.
     """
     leaves = jax.tree_util.tree_leaves_with_path(abstract(config)[1])
     matmuls = sum(leaf.size for path, leaf in leaves if path[-1].key == "weight")
     if config.tie_embeddings:
         matmuls += config.vocab_size * config.d_model
+    return 6.0 * matmuls + attention_flops_per_token(config, seq_len)
+
+
+def attention_flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """12 L N H keys, a third of them forward.
+
+    A token of a full row sees `seq_len / 2` keys on average, or, with a window w below it, w - w^2 / (2 seq_len).
+    """
     window = min(config.sliding_window or seq_len, seq_len)
     keys = window - window**2 / (2 * seq_len)
-    return 6.0 * matmuls + 12.0 * config.n_layers * config.n_heads * config.head_dim * keys
+    return 12.0 * config.n_layers * config.n_heads * config.head_dim * keys

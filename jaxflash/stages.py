@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
@@ -20,7 +20,7 @@ from sharding.pipeline import Stages
 from sharding.schedule import Schedule, make_schedule
 
 
-def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
+def schedule_of(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Schedule | None:
     """How the stages of `mesh` take turns at the microbatches of a step; None where there is one stage."""
     stages = mesh.shape[STAGE]
     if stages == 1:
@@ -29,7 +29,7 @@ def schedule_of(config: TrainConfig, mesh: Mesh) -> Schedule | None:
     return make_schedule(config.schedule, stages=stages, microbatches=config.accumulate, chunks=chunks)
 
 
-def check(config: TrainConfig, mesh: Mesh) -> None:
+def check(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuses a pipeline in which some chunk would have no layer, or that has no way to store its layers evenly.
 
     Raises:
@@ -65,18 +65,18 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
         )
 
 
-def layout_rules(config: TrainConfig, mesh: Mesh) -> rules.Rules:
+def layout_rules(config: TrainConfig, mesh: Mesh | AbstractMesh) -> rules.Rules:
     """Where gradients and the optimizer's state lie, and parameters too where all of them are split (ZeRO-3)."""
     return rules.fitted(mesh, axis_units(config.model), dealt=config.schedule == "interleaved")
 
 
-def parameter_rules(config: TrainConfig, mesh: Mesh) -> rules.Rules:
+def parameter_rules(config: TrainConfig, mesh: Mesh | AbstractMesh) -> rules.Rules:
     """Where parameters lie between steps."""
     table = layout_rules(config, mesh)
     return table if config.zero == 3 else rules.whole_over("fsdp", table)
 
 
-def once_axes(config: TrainConfig, mesh: Mesh) -> tuple[str, ...]:
+def once_axes(config: TrainConfig, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The mesh axes over which gradients are added up once a step: those of the batch that split no parameter.
 
     Without accumulation there are none: XLA adds up a layer's gradients while those of the one before are computed.

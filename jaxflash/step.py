@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxflash import adapters, stages
@@ -273,7 +273,7 @@ def loss_functions(
     return functools.partial(gradients, graph, **how, once=once), loss
 
 
-def check_layout(config: TrainConfig, mesh: Mesh) -> None:
+def check_layout(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
     """All that can be known of a run on a mesh before data is read: batch, parameters, heads, implementation.
 
     Raises:
@@ -286,6 +286,15 @@ def check_layout(config: TrainConfig, mesh: Mesh) -> None:
         adapters.targets(config.model, config.lora)
     _, shapes, axes = abstract(config.model)
     rules.check(shapes, axes, mesh, axis_units(config.model), stages.layout_rules(config, mesh))
+    check_rows(config, mesh)
+
+
+def check_rows(config: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
+    """That the rows of a microbatch, and their places, divide over the mesh.
+
+    Raises:
+      ValueError: they do not; names the nearest batch_size or seq_len.
+    """
     ways = rules.ways("batch", mesh)
     rows = config.batch_size // config.accumulate
     if rows % ways:

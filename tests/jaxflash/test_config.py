@@ -245,8 +245,8 @@ def test_collections_are_normalised():
 def test_differences_are_dotted_and_leave_out_what_may_change():
     a = train_preset("tiny", steps=10, schedule_steps=20)
     changed = dict(
-            steps=15, mesh={"fsdp": 2}, schedule="gpipe", stage_chunks=3, out="b", eval_every=1, eval_batches=2,
-            checkpoint_every=3, keep=4,
+            steps=15, mesh={"fsdp": 2}, schedule="gpipe", stage_chunks=3, zero="1", out="b", eval_every=1,
+            eval_batches=2, checkpoint_every=3, keep=4,
         )  # fmt: skip
     assert changed.keys() == RESUMABLE
     assert differences(a, override(a, changed)) == {}
