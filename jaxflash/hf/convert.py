@@ -43,7 +43,7 @@ def convert(
     source has them: codes, scales and zero points stay what they are, every linear is decoded again and compared, and
     what the target cannot hold is listed instead; "fp8" of a dense source; "orbax" for a run's folder, of step 0 and
     without optimizer state, which `load` takes on any mesh; "adapter" for the adapters of a run that trained them, as
-    peft keeps them. 4-bit weights stay packed in "orbax" and become what they stand for in "dense"; adapters are merged.
+    peft keeps them. 4-bit weights stay packed in "orbax", are numbers in "dense"; adapters are merged.
     dtype: of the dense weights written (None: the one that holds the source's values as they are). on_read, on_write:
     told of each tensor.
 
