@@ -1,0 +1,183 @@
+"""Attention operands in e4m3: what is rotated, which scale belongs to what, and how values are stored.
+
+    q^ = s_q e4m3(R q / s_q)      k^ = s_k e4m3(R k / s_k)      v^ = s_v e4m3(v / s_v)
+
+R is a random orthogonal transform of the head dim, the same for queries and keys, so that R q . R k = q . k while an
+outlier is spread over all dims (arXiv 2407.08608, section 3.3). A scale belongs to a block: 64 queries, or `kv_block`
+keys or values, of one head. Scales are powers of two: then q^, k^ and v^ are exact in 16 bits, and a backward pass in
+16 bits multiplies just what the forward pass did. e4m3 is a floating-point format, so a scale's fraction buys nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.spec import AttentionSpec
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+Q_BLOCK = 64  # queries that share a scale
+# Weights of the softmax, at most 1, are multiplied by this before they are cast: below 2^-6 e4m3 loses bits.
+WEIGHT_SCALE = 256.0
+# Tokens of 16 in the order in which a warpgroup's accumulator holds them: its registers then are the operand of the
+# product with the values as they are, without a shuffle.
+_TOKENS = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+# Scales of values lie between 2^-44 and 2^44: the kernel's accumulator changes from one's unit to another's.
+_VALUE_EXPONENT = 44
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How operands are quantised; everything but the defaults is for comparison.
+
+    `transform`: whether queries and keys are rotated, by signs drawn from `seed`; `whole`: one scale for each head's
+    whole sequence instead of one a block.
+    """
+
+    transform: bool = True
+    seed: int = 0
+    whole: bool = False
+
+
+class Operands(NamedTuple):
+    """What the forward pass multiplies; H and H_v are multiples of 64, T8 of 8, S' of kv_block."""
+
+    query: Float[Array, "B T8 N H"]
+    query_scale: Float[Array, "B N q_blocks"]
+    key: Float[Array, "B S_ K H"]
+    key_scale: Float[Array, "B K kv_blocks"]
+    value: Float[Array, "B K H_v S_"]  # tokens in the kernel's order
+    value_scale: Float[Array, "B K kv_blocks"]
+
+
+def head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """(H, H_v) of the operands: the next multiples of 64."""
+    H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
+    return H, H_v
+
+
+def rotation(dim: int, recipe: Recipe) -> np.ndarray:
+    """R (dim, dim), float32, up to its normalisation: entries -1, 0 and 1, rows of equal length; and see `norm`.
+
+    Signs times a Hadamard matrix; of a dim that is no power of two, blocks of its largest factor that is one.
+    """
+    size = dim & -dim
+    hadamard = np.ones((1, 1), np.float32)
+    while len(hadamard) < size:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    signs = 1 - 2 * np.random.RandomState(recipe.seed).randint(2, size=dim)
+    return (np.kron(np.eye(dim // size), hadamard) * signs).astype(np.float32)
+
+
+def norm(dim: int) -> float:
+    """What makes `rotation` orthogonal."""
+    return float(dim & -dim) ** -0.5
+
+
+def rotated(x: Float[Array, "*b h"], recipe: Recipe) -> Float[Array, "*b h"]:
+    """R x in float32, along the last axis."""
+    x = x.astype(jnp.float32)
+    if not recipe.transform:
+        return x
+    dim = x.shape[-1]
+    # Entries of R are exact in any format; only x could be rounded by a matmul in TF32, and 16 bits fit that.
+    product = jnp.einsum("...h,gh->...g", x, rotation(dim, recipe), precision=jax.lax.Precision.HIGHEST)
+    return product * norm(dim)
+
+
+def power_of_two(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The least power of two >= x, of positive normal float32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+
+
+def scales(x: Float[Array, "*b l h"], block: int, recipe: Recipe, exponent: int = 100) -> Float[Array, "*b blocks"]:
+    """The scale of each block of rows: the least power of two that brings its largest finite entry to at most 448."""
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0).max(-1)
+    size = size.reshape(*size.shape[:-1], -1, block).max(-1)
+    if recipe.whole:
+        size = jnp.broadcast_to(size.max(-1, keepdims=True), size.shape)
+    return power_of_two(jnp.clip(size / LARGEST, 2.0**-exponent, 2.0**exponent))
+
+
+def cast(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """x in e4m3: NaN and inf become NaN; what is too large the largest number, as Hopper casts."""
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), jnp.nan).astype(E4M3)
+
+
+def quantise(
+    spec: AttentionSpec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    *,
+    kv_block: int,
+    recipe: Recipe = Recipe(),
+    query_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    query_segments: Int[Array, "B T"] | None = None,
+    kv_segments: Int[Array, "B S"] | None = None,
+) -> Operands:
+    """The operands of a call. What lengths and negative segment ids exclude is 0, and moves no scale.
+
+    A key or value that holds NaN or inf (or a value of more than 2^52) becomes a key of NaN, which makes NaN of all
+    that see it and of nothing else, and its value 0.
+    """
+    H, H_v = head_dims(spec)
+    rows = _present(query, query_lengths, query_segments)
+    cols = _present(key, kv_lengths, kv_segments)
+    # Lengths in front of heads: (B, N, T, H).
+    q, k, v = (jnp.where(there, x, 0).swapaxes(1, 2) for x, there in ((query, rows), (key, cols), (value, cols)))
+    q = rotated(_padded(q, Q_BLOCK, H), recipe)
+    k = rotated(_padded(k, kv_block, H), recipe)
+    v = _padded(v, kv_block, H_v).astype(jnp.float32)
+    finite = (jnp.abs(v) <= LARGEST * 2.0**_VALUE_EXPONENT).all(-1, keepdims=True)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0.0)
+    q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, kv_block, recipe)
+    v_scale = scales(v, kv_block, recipe, _VALUE_EXPONENT)
+    q, k, v = (cast(_by_block(x, 1 / scale)) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
+    v = v[..., token_order(v.shape[2]), :].swapaxes(2, 3)
+    T8 = -(-spec.T // 8) * 8
+    return Operands(q[:, :, :T8].swapaxes(1, 2), q_scale, k.swapaxes(1, 2), k_scale, v, v_scale)
+
+
+def dequantised(
+    spec: AttentionSpec, operands: Operands
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
+    """(q^, k^, v^) in float32, which 16 bits hold; H and H_v as `head_dims`."""
+    q, k, v = (x.astype(jnp.float32) for x in (operands.query, operands.key, operands.value))
+    v = v.swapaxes(2, 3)[:, :, np.argsort(token_order(v.shape[-1]))]
+    q = _by_block(_padded(q.swapaxes(1, 2), Q_BLOCK, q.shape[-1]), operands.query_scale)
+    k = _by_block(k.swapaxes(1, 2), operands.key_scale)
+    v = _by_block(v, operands.value_scale)
+    return tuple(x.swapaxes(1, 2)[:, :n] for x, n in ((q, spec.T), (k, spec.S), (v, spec.S)))  # pyright: ignore
+
+
+def token_order(length: int) -> np.ndarray:
+    """The token that the value operand holds at each place, of a multiple of 16."""
+    return np.arange(length) // 16 * 16 + np.tile(_TOKENS, length // 16)
+
+
+def _present(x: Any, lengths: Any, segments: Any) -> Any:
+    """(B, L, 1, 1) booleans, or True."""
+    there: Any = True
+    if lengths is not None:
+        there = jnp.arange(x.shape[1]) < lengths[:, None]
+    if segments is not None:
+        there = there & (segments >= 0)
+    return there if there is True else there[:, :, None, None]
+
+
+def _padded(x: Array, block: int, head_dim: int) -> Array:
+    """(..., l, h) with zeros up to whole blocks and to the head dim."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % block), (0, head_dim - x.shape[-1])])
+
+
+def _by_block(x: Array, factor: Array) -> Array:
+    """(..., blocks * n, h) times (..., blocks)."""
+    blocks = x.reshape(*factor.shape, -1, x.shape[-1])
+    return (blocks * factor[..., None, None]).reshape(x.shape)
