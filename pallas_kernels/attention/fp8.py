@@ -8,6 +8,8 @@ keys or values, of one head. Scales are powers of two: then q^, k^ and v^ are ex
 16 bits multiplies just what the forward pass did. e4m3 is a floating-point format, so a scale's fraction buys nothing.
 """
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -43,6 +45,9 @@ class Recipe:
     whole: bool = False
 
 
+STANDARD = Recipe()
+
+
 class Operands(NamedTuple):
     """What the forward pass multiplies; H and H_v are multiples of 64, T8 of 8, S' of kv_block."""
 
@@ -58,6 +63,11 @@ def head_dims(spec: AttentionSpec) -> tuple[int, int]:
     """(H, H_v) of the operands: the next multiples of 64."""
     H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
     return H, H_v
+
+
+def kv_block(spec: AttentionSpec) -> int:
+    """Keys that share a scale: the kernel's block for the head dims."""
+    return 128
 
 
 def rotation(dim: int, recipe: Recipe) -> np.ndarray:
@@ -115,30 +125,33 @@ def quantise(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K H_v"],
     *,
-    kv_block: int,
-    recipe: Recipe = Recipe(),
+    recipe: Recipe = STANDARD,
+    block: int | None = None,
     query_lengths: Int[Array, " B"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
     query_segments: Int[Array, "B T"] | None = None,
     kv_segments: Int[Array, "B S"] | None = None,
 ) -> Operands:
-    """The operands of a call. What lengths and negative segment ids exclude is 0, and moves no scale.
+    """The operands of a call, in blocks of `block` keys; None: of `kv_block`.
+
+    What lengths and negative segment ids exclude is 0, and moves no scale.
 
     A key or value that holds NaN or inf (or a value of more than 2^52) becomes a key of NaN, which makes NaN of all
     that see it and of nothing else, and its value 0.
     """
     H, H_v = head_dims(spec)
+    block = block or kv_block(spec)
     rows = _present(query, query_lengths, query_segments)
     cols = _present(key, kv_lengths, kv_segments)
     # Lengths in front of heads: (B, N, T, H).
     q, k, v = (jnp.where(there, x, 0).swapaxes(1, 2) for x, there in ((query, rows), (key, cols), (value, cols)))
     q = rotated(_padded(q, Q_BLOCK, H), recipe)
-    k = rotated(_padded(k, kv_block, H), recipe)
-    v = _padded(v, kv_block, H_v).astype(jnp.float32)
+    k = rotated(_padded(k, block, H), recipe)
+    v = _padded(v, block, H_v).astype(jnp.float32)
     finite = (jnp.abs(v) <= LARGEST * 2.0**_VALUE_EXPONENT).all(-1, keepdims=True)
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0.0)
-    q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, kv_block, recipe)
-    v_scale = scales(v, kv_block, recipe, _VALUE_EXPONENT)
+    q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, block, recipe)
+    v_scale = scales(v, block, recipe, _VALUE_EXPONENT)
     q, k, v = (cast(_by_block(x, 1 / scale)) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
     v = v[..., token_order(v.shape[2]), :].swapaxes(2, 3)
     T8 = -(-spec.T // 8) * 8
@@ -146,15 +159,75 @@ def quantise(
 
 
 def dequantised(
-    spec: AttentionSpec, operands: Operands
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H_v"]]:
-    """(q^, k^, v^) in float32, which 16 bits hold; H and H_v as `head_dims`."""
+    operands: Operands,
+) -> tuple[Float[Array, "B N T_ H"], Float[Array, "B K S_ H"], Float[Array, "B K S_ H_v"]]:
+    """(q^, k^, v^) in float32, by heads, of whole blocks."""
     q, k, v = (x.astype(jnp.float32) for x in (operands.query, operands.key, operands.value))
+    q = _padded(q.swapaxes(1, 2), Q_BLOCK, q.shape[-1])
     v = v.swapaxes(2, 3)[:, :, np.argsort(token_order(v.shape[-1]))]
-    q = _by_block(_padded(q.swapaxes(1, 2), Q_BLOCK, q.shape[-1]), operands.query_scale)
-    k = _by_block(k.swapaxes(1, 2), operands.key_scale)
-    v = _by_block(v, operands.value_scale)
-    return tuple(x.swapaxes(1, 2)[:, :n] for x, n in ((q, spec.T), (k, spec.S), (v, spec.S)))  # pyright: ignore
+    return (
+        _by_block(q, operands.query_scale),
+        _by_block(k.swapaxes(1, 2), operands.key_scale),
+        _by_block(v, operands.value_scale),
+    )
+
+
+def rounded(
+    spec: AttentionSpec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    **facts: Any,
+) -> tuple[Float[Array, "B T N H_"], Float[Array, "B S K H_"], Float[Array, "B S K H_v"]]:
+    """(q^, k^, v^), differentiable: straight through the rounding, as if q^ = R q, k^ = R k and v^ = v.
+
+    In float32; the dtype of the inputs holds them exactly too.
+    """
+    rows = _present(query, facts.get("query_lengths"), facts.get("query_segments"))
+    cols = _present(key, facts.get("kv_lengths"), facts.get("kv_segments"))
+    H = head_dims(spec)[0]
+    there = ((query, rows, H), (key, cols, H), (value, cols, spec.H_v))
+    q, k, v = (_padded(jnp.where(where, x, 0), 1, head_dim) for x, where, head_dim in there)
+    smooth = rotated(q, STANDARD), rotated(k, STANDARD), v.astype(jnp.float32)
+    stopped = (jax.lax.stop_gradient(x) for x in (query, key, value))
+    hats = dequantised(quantise(spec, *stopped, **facts))
+    return tuple(  # pyright: ignore[reportReturnType]
+        hat.swapaxes(1, 2)[:, : x.shape[1], :, : x.shape[3]] + (x - jax.lax.stop_gradient(x))
+        for hat, x in zip(hats, smooth, strict=True)
+    )
+
+
+def through_rounding(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of attention in e4m3, made of one in 16 bits that is given q^, k^ and v^.
+
+    These are what the forward pass multiplied, so that its LSE and output belong to them: weights sum to 1, and the
+    gradient of a row with one key is 0. Given q, k and v instead, weights would be those of other logits than the LSE.
+    Only the rounding of the weights to e4m3 is not seen. Gradients pass straight through the rounding of operands.
+    """
+
+    def differentiate(
+        spec: AttentionSpec, query: Any, key: Any, value: Any, out: Any, lse: Any, dout: Any, dlse: Any, **operands: Any
+    ) -> tuple[Any, Any, Any]:
+        names = ("query_lengths", "kv_lengths", "query_segments", "kv_segments")
+        facts = {name: operands.get(name) for name in names}
+        hats, pull = jax.vjp(lambda *x: rounded(spec, *x, **facts), query, key, value)
+        spec = dataclasses.replace(spec, H=head_dims(spec)[0])
+        narrow = (x.astype(spec.dtype) for x in hats)
+        gradients = backward(spec, *narrow, out, lse, dout, dlse, **operands)
+        return pull(tuple(x.astype(jnp.float32) for x in gradients))
+
+    return differentiate
+
+
+def exact(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`attend` of q^, k^ and v^: what the forward pass computes but for the rounding of weights, differentiable."""
+
+    def attend_rounded(spec: AttentionSpec, query: Any, key: Any, value: Any, **operands: Any) -> Any:
+        names = ("query_lengths", "kv_lengths", "query_segments", "kv_segments")
+        hats = rounded(spec, query, key, value, **{name: operands.get(name) for name in names})
+        return attend(dataclasses.replace(spec, H=head_dims(spec)[0]), *hats, **operands)
+
+    return attend_rounded
 
 
 def token_order(length: int) -> np.ndarray:

@@ -35,7 +35,18 @@ from pallas_kernels.attention.hopper_config import (
     heads_side_by_side,
     smem_bytes,
 )
-from pallas_kernels.attention.hopper_walk import REGISTERS, Seen, Walk, broadcast, follow, launch, lead, locate, sides
+from pallas_kernels.attention.hopper_walk import (
+    REGISTERS,
+    Seen,
+    Walk,
+    broadcast,
+    follow,
+    launch,
+    lead,
+    locate,
+    positive_scale,
+    sides,
+)
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
 from pallas_kernels.mosaic import COLUMNS, ROWS
@@ -82,10 +93,7 @@ def attend(
             f"{smem_bytes(spec, config)} of {SMEM_LIMIT} bytes of shared memory, and head dims that differ need "
             "own_output. Take one of hopper_config.candidates(spec)."
         )
-    if scale < 0:
-        query, scale = -query, -scale
-    elif scale == 0:
-        query, scale = jnp.zeros_like(query), 1.0
+    query, scale = positive_scale(query, scale)
     masked, side = sides(
         spec, config, query_lengths=query_lengths, kv_lengths=kv_lengths, shifts=shifts,
         query_segments=query_segments, kv_segments=kv_segments,

@@ -28,7 +28,18 @@ from pallas_kernels import mosaic
 from pallas_kernels.attention import fp8
 from pallas_kernels.attention.hopper_config import SMEM_LIMIT, heads_side_by_side
 from pallas_kernels.attention.hopper_fp8_config import Fp8Config, default, fits, smem_bytes, staged_columns
-from pallas_kernels.attention.hopper_walk import REGISTERS, Seen, Walk, broadcast, follow, launch, lead, locate, sides
+from pallas_kernels.attention.hopper_walk import (
+    REGISTERS,
+    Seen,
+    Walk,
+    broadcast,
+    follow,
+    launch,
+    lead,
+    locate,
+    positive_scale,
+    sides,
+)
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
 from pallas_kernels.mosaic import ROWS
@@ -48,7 +59,9 @@ class _Kernel(Walk):
 
 def attend(
     spec: AttentionSpec,
-    operands: fp8.Operands,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
     *,
     scale: float,
     query_lengths: Int[Array, " B"] | None = None,
@@ -59,18 +72,35 @@ def attend(
     config: Fp8Config | None = None,
     device: Device = H200,
 ) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
-    """(out in the spec's dtype, lse float32) of operands quantised in blocks of config.kv_block keys; scale > 0."""
+    """(out in the input dtype, lse float32); there is no derivative rule here. `device` sizes a persistent grid."""
     config = config or default(spec)
+    facts: dict[str, Any] = {
+        "query_lengths": query_lengths, "kv_lengths": kv_lengths,
+        "query_segments": query_segments, "kv_segments": kv_segments,
+    }  # fmt: skip
+    query, scale = positive_scale(query, scale)
+    operands = fp8.quantise(spec, query, key, value, block=config.kv_block, **facts)
+    return attend_operands(spec, operands, scale=scale, shifts=shifts, config=config, device=device, **facts)
+
+
+def attend_operands(
+    spec: AttentionSpec,
+    operands: fp8.Operands,
+    *,
+    scale: float,
+    config: Fp8Config,
+    device: Device = H200,
+    shifts: Int[Array, " B"] | None = None,
+    **facts: Any,
+) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
+    """As `attend`, of operands quantised in blocks of config.kv_block keys; the scale is above 0."""
     if not fits(spec, config, spare=0):
         raise ValueError(
             f"hopper_fp8: {config} does not fit head dims {spec.H} and {spec.H_v} - tiles take "
             f"{smem_bytes(spec, config)} of {SMEM_LIMIT} bytes of shared memory. Take one of "
             "hopper_fp8_config.candidates(spec)."
         )
-    masked, side = sides(
-        spec, config, query_lengths=query_lengths, kv_lengths=kv_lengths, shifts=shifts,
-        query_segments=query_segments, kv_segments=kv_segments,
-    )  # fmt: skip
+    masked, side = sides(spec, config, shifts=shifts, **facts)
     kernel = _Kernel(
         spec=spec,
         config=config,

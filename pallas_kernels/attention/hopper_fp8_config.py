@@ -1,12 +1,17 @@
 """What can be chosen about the FP8 forward kernel, and what is: limits, the tile for each head dim, candidates."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
-from pallas_kernels.attention.fp8 import head_dims
+from pallas_kernels.attention import hopper_config
+from pallas_kernels.attention.fp8 import head_dims, kv_block
 from pallas_kernels.attention.hopper_config import SMEM_LIMIT
 from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.device import Device
 
+# Keys above which sums are promoted: the tensor cores add products to a sum of 14 bits, and it drifts.
+LONG = 16_384
 # For barriers and small vectors, each rounded up to 1 KiB.
 _SMEM_SPARE = 6 * 1024
 
@@ -69,18 +74,22 @@ def fits(spec: AttentionSpec, config: Fp8Config, spare: int = _SMEM_SPARE) -> bo
 
 def default(spec: AttentionSpec) -> Fp8Config:
     """The configuration for the head dims and the number of keys."""
-    H, H_v = head_dims(spec)
-    return Fp8Config(kv_block=128 if max(H, H_v) > 128 else 192)
+    return Fp8Config(kv_block=kv_block(spec), promote=spec.S > LONG)
 
 
 def candidates(spec: AttentionSpec) -> list[Fp8Config]:
     """Configurations worth timing, the default first: those that fit."""
     first = default(spec)
     found = [first]
-    for kv_block in (128, 160, 192, 224):
-        for stages in (2, 3):
-            for persistent in (True, False):
-                config = dataclasses.replace(first, kv_block=kv_block, stages=stages, persistent=persistent)
-                if fits(spec, config):
-                    found.append(config)
+    for stages, persistent in itertools.product((2, 3), (True, False)):
+        config = dataclasses.replace(first, stages=stages, persistent=persistent)
+        if fits(spec, config):
+            found.append(config)
     return list(dict.fromkeys(found))
+
+
+def why_not(spec: AttentionSpec, device: Device) -> str | None:
+    """The first limit of the kernels that the call exceeds."""
+    if spec.S > LONG and spec.H_v > 128:
+        return f"sums over more than {LONG} keys leave no registers for value head dims above 128, not {spec.H_v}"
+    return hopper_config.why_not(spec, device)

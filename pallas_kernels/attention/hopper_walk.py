@@ -73,6 +73,13 @@ class Walk:
         return self.cores if self.persistent else self.tiles
 
 
+def positive_scale(query: Array, scale: float) -> tuple[Array, float]:
+    """The same logits from a scale above 0, so that it may be multiplied into the maxima."""
+    if scale == 0:
+        return jnp.zeros_like(query), 1.0
+    return (query, scale) if scale > 0 else (-query, -scale)
+
+
 def sides(
     spec: AttentionSpec,
     config: Config,
