@@ -115,8 +115,15 @@ def scales(x: Float[Array, "*b l h"], block: int, recipe: Recipe, exponent: int 
 
 
 def cast(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """x in e4m3: NaN and inf become NaN; what is too large the largest number, as Hopper casts."""
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -LARGEST, LARGEST), jnp.nan).astype(E4M3)
+    """float32 x in e4m3: NaN and inf become NaN; what is too large the largest number, as Hopper casts.
+
+    Rounded by float32 arithmetic first, to the nearest, ties to even: XLA may leave out a cast to a narrow type and
+    back (`xla_allow_excess_precision`), and then the rounding is still there.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    binade = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    step = jnp.clip(binade, 2.0**-6, LARGEST) / 8
+    return jnp.where(jnp.isfinite(x), jnp.clip(jnp.round(x / step) * step, -LARGEST, LARGEST), jnp.nan).astype(E4M3)
 
 
 def quantise(
