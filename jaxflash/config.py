@@ -42,7 +42,7 @@ class ModelConfig:
     Sizes count elements; `head_dim` is per head; `context` is the longest sequence the rotary table is meant for;
     `sliding_window` counts the keys a query sees, itself included. `attention` names an implementation of
     `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
-    devices where a mesh cuts sequences. `attention_precision`: "fp8" for products of e4m3 numbers, over whole sequences.
+    devices where a mesh cuts sequences, `attention_precision` what numbers it multiplies (decoding: the cache's).
     """
 
     vocab_size: int
@@ -64,7 +64,7 @@ class ModelConfig:
     compute_dtype: DType = "bfloat16"
     attention: str | None = None
     context_parallel: ContextParallel = "ring"
-    attention_precision: Precision | None = None
+    attention_precision: Precision = "input"
     remat: Remat = "none"
     init_std: float = 0.02
 

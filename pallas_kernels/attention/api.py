@@ -115,23 +115,23 @@ def _in_order(implementation: Implementation) -> Implementation:
     return dataclasses.replace(implementation, forward=context.in_order(implementation.forward))
 
 
-def _of(precision: Precision | None, implementation: Implementation) -> Implementation:
+def _of(precision: Precision, implementation: Implementation) -> Implementation:
     """For calls of this precision alone: no other is ever chosen silently."""
 
     def why_not(spec: AttentionSpec, device: Device) -> str | None:
         if spec.precision == precision:
             return implementation.why_not(spec, device)
-        return "serves precision='fp8' only" if precision else f"has no {spec.precision} products"
+        return f"is of precision={precision!r}, not {spec.precision!r}"
 
     return dataclasses.replace(implementation, why_not=why_not)
 
 
 # In order of preference.
 IMPLEMENTATIONS = (
-    _of(None, HOPPER),
-    _of(None, _in_order(cudnn.IMPLEMENTATION)),
-    _of(None, dataclasses.replace(reference.XLA_CHUNKED, forward=_chunked)),
-    _of(None, _in_order(reference.XLA)),
+    _of("input", HOPPER),
+    _of("input", _in_order(cudnn.IMPLEMENTATION)),
+    _of("input", dataclasses.replace(reference.XLA_CHUNKED, forward=_chunked)),
+    _of("input", _in_order(reference.XLA)),
     _of("fp8", HOPPER_FP8),
     _of("fp8", XLA_FP8),
 )
@@ -158,7 +158,7 @@ def dot_product_attention(
     return_lse: bool = False,
     zigzag: int = 1,
     context_parallel: ContextParallel = "ring",
-    precision: Precision | None = None,
+    precision: Precision = "input",
 ) -> Any:
     """Scaled dot-product attention: a drop-in for `jax.nn.dot_product_attention`.
 
@@ -194,7 +194,7 @@ def dot_product_attention(
         transform of the head dim; 64 queries or 128 keys share a scale, so that a hidden token moves the rounding of
         those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the rounded
         operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a scale.
-        None: products of the inputs' dtype; fp8 is used only where it is asked for.
+        "input": products of the inputs' dtype; fp8 is used only where it is asked for.
 
     Returns:
       out (B, T, N, H_v) in the query's dtype; with `return_residual` or `return_lse` a pair (out, (B, T, N)). A 3-D
