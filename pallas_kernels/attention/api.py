@@ -191,9 +191,10 @@ def dot_product_attention(
         not divide, and calls with a bias, a mask or an array for a scale, are whole on every device instead.
       precision: "fp8": queries, keys, values and weights are rounded to e4m3 for the products, about 4 % of rms error
         on normal inputs; softmax, sums and LSE stay float32. Queries and keys are rotated by a fixed random orthogonal
-        transform of the head dim; 64 queries or 128 keys share a scale, so that a hidden token moves the rounding of
-        those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the rounded
-        operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a scale.
+        transform of the head dim. 64 queries share a scale, and 128 or 224 keys, so that a hidden token moves the
+        rounding of those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the
+        rounded operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a
+        scale.
         "input": products of the inputs' dtype; fp8 is used only where it is asked for.
 
     Returns:

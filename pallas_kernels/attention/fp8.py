@@ -25,9 +25,8 @@ LARGEST = 448.0  # of e4m3
 Q_BLOCK = 64  # queries that share a scale
 # Weights of the softmax, at most 1, are multiplied by this before they are cast: below 2^-6 e4m3 loses bits.
 WEIGHT_SCALE = 256.0
-# Tokens of 16 in the order in which a warpgroup's accumulator holds them: its registers then are the operand of the
-# product with the values as they are, without a shuffle.
-_TOKENS = np.array([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+# Keys above which the kernel adds blocks in float32: tensor cores add products to a sum of some 14 bits, and it drifts.
+LONG = 16_384
 # Scales of values lie between 2^-44 and 2^44: the kernel's accumulator changes from one's unit to another's.
 _VALUE_EXPONENT = 44
 
@@ -66,8 +65,11 @@ def head_dims(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def kv_block(spec: AttentionSpec) -> int:
-    """Keys that share a scale: the kernel's block for the head dims."""
-    return 128
+    """Keys that share a scale: the kernel's block for the head dims and the number of keys.
+
+    224 keys gave 914 TFLOP/s at head dim 128 where 192, 160 and 128 gave 884, 861 and 862 (H200, 2026-11, 8k).
+    """
+    return 224 if max(head_dims(spec)) == 128 and spec.S <= LONG else 128
 
 
 def rotation(dim: int, recipe: Recipe) -> np.ndarray:
@@ -90,13 +92,13 @@ def norm(dim: int) -> float:
 
 def rotated(x: Float[Array, "*b h"], recipe: Recipe) -> Float[Array, "*b h"]:
     """R x in float32, along the last axis."""
-    x = x.astype(jnp.float32)
     if not recipe.transform:
-        return x
+        return x.astype(jnp.float32)
     dim = x.shape[-1]
-    # Entries of R are exact in any format; only x could be rounded by a matmul in TF32, and 16 bits fit that.
-    product = jnp.einsum("...h,gh->...g", x, rotation(dim, recipe), precision=jax.lax.Precision.HIGHEST)
-    return product * norm(dim)
+    # Entries of R are exact in any format: products of 16-bit numbers lose nothing on tensor cores.
+    matrix = rotation(dim, recipe).astype(x.dtype)
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("...h,gh->...g", x, matrix, precision=highest, preferred_element_type=jnp.float32) * norm(dim)
 
 
 def power_of_two(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -160,7 +162,7 @@ def quantise(
     q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, block, recipe)
     v_scale = scales(v, block, recipe, _VALUE_EXPONENT)
     q, k, v = (cast(_by_block(x, 1 / scale)) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
-    v = v[..., token_order(v.shape[2]), :].swapaxes(2, 3)
+    v = _permuted(v.swapaxes(2, 3), (2, 4, 2))
     T8 = -(-spec.T // 8) * 8
     return Operands(q[:, :, :T8].swapaxes(1, 2), q_scale, k.swapaxes(1, 2), k_scale, v, v_scale)
 
@@ -171,7 +173,7 @@ def dequantised(
     """(q^, k^, v^) in float32, by heads, of whole blocks."""
     q, k, v = (x.astype(jnp.float32) for x in (operands.query, operands.key, operands.value))
     q = _padded(q.swapaxes(1, 2), Q_BLOCK, q.shape[-1])
-    v = v.swapaxes(2, 3)[:, :, np.argsort(token_order(v.shape[-1]))]
+    v = _permuted(v, (4, 2, 2)).swapaxes(2, 3)
     return (
         _by_block(q, operands.query_scale),
         _by_block(k.swapaxes(1, 2), operands.key_scale),
@@ -237,11 +239,6 @@ def exact(attend: Callable[..., Any]) -> Callable[..., Any]:
     return attend_rounded
 
 
-def token_order(length: int) -> np.ndarray:
-    """The token that the value operand holds at each place, of a multiple of 16."""
-    return np.arange(length) // 16 * 16 + np.tile(_TOKENS, length // 16)
-
-
 def _present(x: Any, lengths: Any, segments: Any) -> Any:
     """(B, L, 1, 1) booleans, or True."""
     there: Any = True
@@ -255,6 +252,16 @@ def _present(x: Any, lengths: Any, segments: Any) -> Any:
 def _padded(x: Array, block: int, head_dim: int) -> Array:
     """(..., l, h) with zeros up to whole blocks and to the head dim."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % block), (0, head_dim - x.shape[-1])])
+
+
+def _permuted(x: Array, tokens: tuple[int, int, int]) -> Array:
+    """(..., l) with every 16 tokens, as so many by so many pairs, transposed.
+
+    16 tokens are held as 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, as a warpgroup's accumulator holds them: its registers
+    then are the operand of the product with the values as they are, without a shuffle (`mosaic.as_operand`).
+    """
+    groups = x.reshape(*x.shape[:-1], -1, *tokens)
+    return groups.swapaxes(-3, -2).reshape(x.shape)
 
 
 def _by_block(x: Array, factor: Array) -> Array:

@@ -5,13 +5,11 @@ import itertools
 from dataclasses import dataclass
 
 from pallas_kernels.attention import hopper_config
-from pallas_kernels.attention.fp8 import head_dims, kv_block
+from pallas_kernels.attention.fp8 import LONG, head_dims, kv_block
 from pallas_kernels.attention.hopper_config import SMEM_LIMIT
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import Device
 
-# Keys above which sums are promoted: the tensor cores add products to a sum of 14 bits, and it drifts.
-LONG = 16_384
 # For barriers and small vectors, each rounded up to 1 KiB.
 _SMEM_SPARE = 6 * 1024
 
@@ -74,7 +72,10 @@ def fits(spec: AttentionSpec, config: Fp8Config, spare: int = _SMEM_SPARE) -> bo
 
 def default(spec: AttentionSpec) -> Fp8Config:
     """The configuration for the head dims and the number of keys."""
-    return Fp8Config(kv_block=kv_block(spec), promote=spec.S > LONG)
+    widest, promote = max(head_dims(spec)), spec.S > LONG
+    # 3 warpgroups of 64 queries with the promoted sums would need more registers than there are.
+    warpgroups = 3 if widest == 64 and not promote else 2
+    return Fp8Config(warpgroups=warpgroups, kv_block=kv_block(spec), promote=promote, turns=widest == 256)
 
 
 def candidates(spec: AttentionSpec) -> list[Fp8Config]:
