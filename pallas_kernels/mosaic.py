@@ -119,29 +119,6 @@ def as_operand(x: Any, dtype: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=operand)(emit)(x)
 
 
-def done_before(x: Any, scratch: Any) -> None:
-    """x (64,) float32 in ROWS layout, never -1, is known before later accesses of shared memory and waits for wgmma.
-
-    ptxas moves a wait for wgmma up and the arithmetic that should run meanwhile down: nothing keeps the exponentials of
-    one block beside the product of another but this store to `scratch`, in shared memory, which never happens and needs
-    them (SASS, H200, 2026-11).
-    """
-
-    def emit(_, x, scratch):
-        i32 = ir.IntegerType.get_signless(32)
-        operands = [_scalar(register) for register in x.registers.flat]
-        tests = " ".join(
-            f"setp.eq.f32 p, ${n + 1}, 0fBF800000; @p st.shared.f32 [$0], ${n + 1};" for n in range(len(operands))
-        )
-        constraints = ",".join(["r"] + ["f"] * len(operands) + ["~{memory}"])
-        address = llvm.ptrtoint(i32, mgpu.memref_ptr(scratch))
-        text = f"{{ .reg .pred p; {tests} }}"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [address, *operands], text, constraints, has_side_effects=True)
-
-    emit.interpret_refs = lambda x, scratch: (None, {})
-    plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))(emit)(x, scratch)
-
-
 def columns_of(x: Any, width: int) -> list[Any]:
     """x (64, n * width) in WGMMA layout as n arrays of `width` columns, which are registers of it."""
     count = x.shape[1] // width

@@ -191,10 +191,13 @@ def dot_product_attention(
         not divide, and calls with a bias, a mask or an array for a scale, are whole on every device instead.
       precision: "fp8": queries, keys, values and weights are rounded to e4m3 for the products, about 4 % of rms error
         on normal inputs; softmax, sums and LSE stay float32. Queries and keys are rotated by a fixed random orthogonal
-        transform of the head dim. 64 queries share a scale, and 128 or 224 keys, so that a hidden token moves the
-        rounding of those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the
-        rounded operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a
-        scale.
+        transform of the head dim. 64 queries and 128 keys share a scale, so that a hidden token moves the rounding of
+        those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the rounded
+        operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a scale.
+        On an H200 it pays at head dim 256 only, where the kernel is 1.65 times as fast as that of 16 bits: preparing
+        the operands takes 0.5 ms a call of 16,384 tokens and 2048 columns, at head dim 128 more than it saves. But
+        at value head dims above 128 sums are the tensor cores' own and lose up to a third where thousands of keys weigh
+        alike and values have one sign; up to 128 they are float32.
         "input": products of the inputs' dtype; fp8 is used only where it is asked for.
 
     Returns:

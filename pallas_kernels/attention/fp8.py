@@ -25,8 +25,6 @@ LARGEST = 448.0  # of e4m3
 Q_BLOCK = 64  # queries that share a scale
 # Weights of the softmax, at most 1, are multiplied by this before they are cast: below 2^-6 e4m3 loses bits.
 WEIGHT_SCALE = 256.0
-# Keys above which the kernel adds blocks in float32: tensor cores add products to a sum of some 14 bits, and it drifts.
-LONG = 16_384
 # Scales of values lie between 2^-44 and 2^44: the kernel's accumulator changes from one's unit to another's.
 _VALUE_EXPONENT = 44
 
@@ -65,11 +63,9 @@ def head_dims(spec: AttentionSpec) -> tuple[int, int]:
 
 
 def kv_block(spec: AttentionSpec) -> int:
-    """Keys that share a scale: the kernel's block for the head dims and the number of keys.
-
-    224 keys gave 914 TFLOP/s at head dim 128 where 192, 160 and 128 gave 884, 861 and 862 (H200, 2026-11, 8k).
-    """
-    return 224 if max(head_dims(spec)) == 128 and spec.S <= LONG else 128
+    """Keys that share a scale: the kernel's block for the head dims."""
+    del spec
+    return 128
 
 
 def rotation(dim: int, recipe: Recipe) -> np.ndarray:
@@ -246,7 +242,7 @@ def _present(x: Any, lengths: Any, segments: Any) -> Any:
     """(B, L, 1, 1) booleans, or True."""
     there: Any = True
     if lengths is not None:
-        there = jnp.arange(x.shape[1]) < lengths[:, None]
+        there = jnp.arange(x.shape[1])[None] < lengths[:, None]
     if segments is not None:
         there = there & (segments >= 0)
     return there if there is True else there[:, :, None, None]

@@ -339,7 +339,6 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 pass_turn()
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1)
-                mosaic.done_before(new_total, smem["lse"].at[w])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
                 o = o_acc[...]

@@ -307,7 +307,6 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 pass_turn()
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                 new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1, factor)
-                mosaic.done_before(new_total, smem["lse"].at[w])
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.

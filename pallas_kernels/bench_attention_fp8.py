@@ -1,6 +1,6 @@
 """Times attention in e4m3 beside the 16-bit kernel on the GPU at hand: one JSON row a cell, appended to a file.
 
-    python -m pallas_kernels.bench_fp8 --out notebooks/results/attention_fp8_h200.jsonl [--only PART] [--seconds S]
+    python -m pallas_kernels.bench_attention_fp8 --out notebooks/results/attention_fp8_h200.jsonl [--only PART]
 
 As `pallas_kernels.bench`; "kernel" is the kernel alone, on operands that are quantised, "included" the whole call with
 rotation, scales, casts and the transposition of the values.
@@ -76,13 +76,13 @@ def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[s
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments("pallas_kernels.bench_fp8", __doc__ or "")
+    parser = arguments("pallas_kernels.bench_attention_fp8", __doc__ or "")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     if not has_gpu():
         return 2
-    shared = setting("pallas_kernels.bench_fp8", argv, args.commit)
+    shared = setting("pallas_kernels.bench_attention_fp8", argv, args.commit)
     chosen = [cell for cell in cells() if args.only in cell.name]
     return int(record(rows(chosen, workers=args.workers, seconds=args.seconds), shared, args.out) > 0)
 

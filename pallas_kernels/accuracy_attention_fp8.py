@@ -1,6 +1,6 @@
 """The accuracy of attention in e4m3: RMSE against float64 on unrounded inputs with outliers, as in the paper.
 
-    python -m pallas_kernels.accuracy_fp8 --out notebooks/results/attention_fp8_accuracy.jsonl [--length 4096]
+    python -m pallas_kernels.accuracy_attention_fp8 --out notebooks/results/attention_fp8_accuracy.jsonl [--length 4096]
 
 Entries of q, k and v are N(0, 1) + N(0, 100) Bernoulli(0.001), one head of dim 128, no mask, mean over seeds (arXiv
 2407.08608, section 4.3). `implementation` is what rounds: the reference on a CPU, the kernel on Hopper. "full" is the
@@ -106,7 +106,7 @@ def drift(length: int, device: Device) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pallas_kernels.accuracy_fp8", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pallas_kernels.accuracy_attention_fp8", description=__doc__)
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     parser.add_argument("--length", type=int, nargs="+", default=[4096], help="queries and keys")
     parser.add_argument("--seeds", type=int, default=6)
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="the commit, where there is no git")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    shared = setting("pallas_kernels.accuracy_fp8", argv, args.commit)
+    shared = setting("pallas_kernels.accuracy_attention_fp8", argv, args.commit)
     found = [row for length in args.length for row in table(length, args.seeds, current_device())]
     found += drift(args.drift, current_device()) if args.drift else []
     lines = [json.dumps(row | shared) for row in found]
