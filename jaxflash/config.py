@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxflash.fields import build, check_literals, read
-from pallas_kernels.attention.spec import ContextParallel
+from pallas_kernels.attention.spec import ContextParallel, Precision
 from quant.lora import LoraConfig
 from sharding.names import did_you_mean
 from sharding.schedule import Name as ScheduleName
@@ -44,7 +44,7 @@ class ModelConfig:
     Sizes count elements; `head_dim` is per head; `context` is the longest sequence the rotary table is meant for;
     `sliding_window` counts the keys a query sees, itself included. `attention` names an implementation of
     `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
-    devices where a mesh cuts sequences.
+    devices where a mesh cuts sequences, `attention_precision` what numbers it multiplies (decoding: the cache's).
     """
 
     vocab_size: int
@@ -66,6 +66,7 @@ class ModelConfig:
     compute_dtype: DType = "bfloat16"
     attention: str | None = None
     context_parallel: ContextParallel = "ring"
+    attention_precision: Precision = "input"
     remat: Remat = "none"
     init_std: float = 0.02
 

@@ -110,7 +110,7 @@ class Attention(nnx.Module):
                 )
             out = dot_product_attention(
                 q, k, v, is_causal=True, segment_ids=segment_ids, local_window_size=window, implementation=c.attention,
-                zigzag=zigzag, context_parallel=c.context_parallel,
+                zigzag=zigzag, context_parallel=c.context_parallel, precision=c.attention_precision,
             )  # fmt: skip
         return self.out(out.reshape(b, t, c.n_heads * c.head_dim)), cache
 

@@ -22,16 +22,17 @@ COLUMNS = Layout.WGMMA.reduce(0)  # one value per column
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _transforms(dtype: Any) -> tuple[Any, ...]:
-    columns = 128 // jnp.dtype(dtype).itemsize
+def _transforms(shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+    itemsize = jnp.dtype(dtype).itemsize
+    width = next(n for n in (128, 64, 32) if shape[-1] * itemsize % n == 0)
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    return tiling((8, columns)), swizzle(128)
+    return tiling((8, width // itemsize)), swizzle(width)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory that both TMA and wgmma address: 8 rows of 128 swizzled bytes to a tile."""
-    return plgpu.SMEM(shape, dtype, transforms=_transforms(dtype))
+    """Shared memory that both TMA and wgmma address: 8 rows of 128 swizzled bytes to a tile, or of 64 or 32."""
+    return plgpu.SMEM(shape, dtype, transforms=_transforms(shape, dtype))
 
 
 def keep_columns(x: Any, low: Any | None, high: Any | None, fill: float) -> Any:
@@ -82,6 +83,55 @@ def keep_columns(x: Any, low: Any | None, high: Any | None, fill: float) -> Any:
         arg_types=(Layout.WGMMA, *[ROWS] * len(bounds)),
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=Layout.WGMMA),
     )(emit)(x, *bounds)
+
+
+def as_operand(x: Any, dtype: Any) -> Any:
+    """x (64, c), float32 in an accumulator's layout, in e4m3 or e5m2 as an operand of the next product; no shuffle.
+
+    Of every 16 columns those of the operand are x's 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15: a thread holds 2 adjacent
+    ones of every 8 in an accumulator, and 4 adjacent ones of every 16 in an operand.
+    """
+    kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[jnp.dtype(dtype).name]
+    text = (
+        f"{{ .reg .b16 l, h; cvt.rn.satfinite.{kind}x2.f32 l, $2, $1; cvt.rn.satfinite.{kind}x2.f32 h, $4, $3; "
+        "mov.b32 $0, {l, h}; }"
+    )
+
+    def emit(_, x):
+        i32 = ir.IntegerType.get_signless(32)
+        element: Any = mgpu.dtype_to_ir_type(jnp.dtype(dtype))
+        layout: Any = Layout.WGMMA_8BIT.to_mgpu()
+        out = np.empty(layout.registers_shape(tuple(x.shape)), dtype=object)
+        for i, j, *rest in np.ndindex(out.shape):
+            pairs = [x.registers[(i, 2 * j + half, *rest)] for half in range(2)]
+            four = [llvm.extractelement(pair, mgpu.c(k, i32)) for pair in pairs for k in range(2)]
+            word = llvm.inline_asm(i32, four, text, "=r,f,f,f,f")
+            out[(i, j, *rest)] = mgpu.bitcast(word, ir.VectorType.get((4,), element))
+        return FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    def interpret(x):
+        most = float(jnp.finfo(dtype).max)
+        blocks = x.reshape(64, -1, 2, 4, 2).transpose(0, 1, 3, 2, 4)  # of 16 columns: half, thread of a quad, pair
+        return jnp.clip(blocks.reshape(x.shape), -most, most).astype(dtype)
+
+    emit.interpret = interpret
+    operand = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=Layout.WGMMA_8BIT)
+    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=operand)(emit)(x)
+
+
+def columns_of(x: Any, width: int) -> list[Any]:
+    """x (64, n * width) in WGMMA layout as n arrays of `width` columns, which are registers of it."""
+    count = x.shape[1] // width
+
+    def cut(x):
+        return [x[:, i * width : (i + 1) * width] for i in range(count)]
+
+    def emit(_, x):
+        return cut(x)
+
+    emit.interpret = cut
+    part = plgpu.ShapeDtypeStruct((64, width), x.dtype, layout=Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=[part] * count)(emit)(x)
 
 
 def any_not_finite(tile: Any) -> Any:
@@ -151,7 +201,7 @@ def zero_not_finite(tile: Any, flag: Any) -> None:
         return None, {0: jnp.where(good, tile, 0), 1: jnp.where(good.all(), flag, 1)}
 
     emit.interpret_refs = interpret_refs
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(tile.dtype)), plgpu.RefType()))(emit)(tile, flag)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(tile.shape, tile.dtype)), plgpu.RefType()))(emit)(tile, flag)
 
 
 def _scalar(register: ir.Value) -> ir.Value:

@@ -426,21 +426,6 @@ def dequantize(words: Any, scales: Any, zeros: Any | None, *, group: int, dtype:
     )(emit)(*refs)
 
 
-def columns_of(x: Any, width: int) -> list[Any]:
-    """x (64, n * width) in WGMMA layout as n arrays of `width` columns, which are registers of it."""
-    count = x.shape[1] // width
-
-    def cut(x):
-        return [x[:, i * width : (i + 1) * width] for i in range(count)]
-
-    def emit(_, x):
-        return cut(x)
-
-    emit.interpret = cut
-    part = plgpu.ShapeDtypeStruct((64, width), x.dtype, layout=Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=[part] * count)(emit)(x)
-
-
 def announce(turns: Any, index: Any) -> None:
     """A warpgroup adds 1 to the int32 at `index` of `turns`, in global memory; what its threads wrote comes before.
 

@@ -43,9 +43,9 @@ FAMILY_FILES = [p for p in FILES if len(p.relative_to(ROOT).parts) == 3 and p.re
 def test_inside_a_kernel_family_only_api_imports_implementations(path):
     family = path.parent.name
     # Facts, the mathematics of a tile, the layout of packed operands; kernels share plans and configurations.
-    shared = ("spec", "tile", "layout", "blocks")
+    shared = ("spec", "tile", "layout", "blocks", "fp8")
     if path.name.startswith("hopper"):
-        shared += ("blocks", "hopper_config", "hopper_bwd_plan")
+        shared += ("blocks", "hopper_config", "hopper_fp8_config", "hopper_walk", "hopper_bwd_plan")
     for module, _ in imports(path):
         parts = module.split(".")
         if parts[:2] == ["pallas_kernels", family]:

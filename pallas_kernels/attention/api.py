@@ -9,9 +9,28 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_kernels import dispatch
-from pallas_kernels.attention import context, cudnn, hopper, hopper_bwd, hopper_bwd_wide, hopper_config, reference
+from pallas_kernels.attention import (
+    context,
+    cudnn,
+    fp8,
+    hopper,
+    hopper_bwd,
+    hopper_bwd_wide,
+    hopper_config,
+    hopper_fp8,
+    hopper_fp8_config,
+    reference,
+    reference_fp8,
+)
 from pallas_kernels.attention.derivative import differentiable
-from pallas_kernels.attention.spec import AttentionSpec, CausalAlignment, ContextParallel, make_spec, segment_sides
+from pallas_kernels.attention.spec import (
+    AttentionSpec,
+    CausalAlignment,
+    ContextParallel,
+    Precision,
+    make_spec,
+    segment_sides,
+)
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.dispatch import Implementation
 
@@ -44,6 +63,42 @@ HOPPER = Implementation(
     describe=_describe,
 )
 
+
+def _hopper_fp8(spec: AttentionSpec, query: Any, key: Any, value: Any, **operands: Any) -> tuple[Any, Any]:
+    config = hopper_fp8_config.default(spec)
+    return hopper_fp8.attend(spec, query, key, value, config=config, device=current_device(), **operands)
+
+
+_exact_fp8 = context.in_order(fp8.exact(reference.XLA_CHUNKED.forward))
+
+
+def _describe_fp8(spec: AttentionSpec, device: Device) -> str:
+    """The backward pass is that of 16 bits."""
+    _, _, backward = _describe(spec, device).partition("; ")
+    return f"forward: {hopper_fp8_config.default(spec)}; {backward}"
+
+
+HOPPER_FP8 = Implementation(
+    name="hopper_fp8",
+    why_not=hopper_fp8_config.why_not,
+    forward=differentiable(
+        context.over(_hopper_fp8),
+        context.backward_over(fp8.through_rounding(_hopper_backward)),
+        exact=_exact_fp8,
+    ),
+    describe=_describe_fp8,
+)
+
+XLA_FP8 = Implementation(
+    name="xla_fp8",
+    why_not=reference_fp8.why_not,
+    forward=differentiable(
+        context.over(reference_fp8.attend),
+        context.backward_over(fp8.through_rounding(context.by_vjp(reference.XLA_CHUNKED.forward))),
+        exact=_exact_fp8,
+    ),
+)
+
 _chunked_over = differentiable(
     context.over(reference.XLA_CHUNKED.forward),
     context.backward_over(context.by_vjp(reference.XLA_CHUNKED.forward)),
@@ -60,12 +115,25 @@ def _in_order(implementation: Implementation) -> Implementation:
     return dataclasses.replace(implementation, forward=context.in_order(implementation.forward))
 
 
+def _of(precision: Precision, implementation: Implementation) -> Implementation:
+    """For calls of this precision alone: no other is ever chosen silently."""
+
+    def why_not(spec: AttentionSpec, device: Device) -> str | None:
+        if spec.precision == precision:
+            return implementation.why_not(spec, device)
+        return f"is of precision={precision!r}, not {spec.precision!r}"
+
+    return dataclasses.replace(implementation, why_not=why_not)
+
+
 # In order of preference.
 IMPLEMENTATIONS = (
-    HOPPER,
-    _in_order(cudnn.IMPLEMENTATION),
-    dataclasses.replace(reference.XLA_CHUNKED, forward=_chunked),
-    _in_order(reference.XLA),
+    _of("input", HOPPER),
+    _of("input", _in_order(cudnn.IMPLEMENTATION)),
+    _of("input", dataclasses.replace(reference.XLA_CHUNKED, forward=_chunked)),
+    _of("input", _in_order(reference.XLA)),
+    _of("fp8", HOPPER_FP8),
+    _of("fp8", XLA_FP8),
 )
 
 SegmentIds = ArrayLike | tuple[ArrayLike, ArrayLike]
@@ -90,6 +158,7 @@ def dot_product_attention(
     return_lse: bool = False,
     zigzag: int = 1,
     context_parallel: ContextParallel = "ring",
+    precision: Precision = "input",
 ) -> Any:
     """Scaled dot-product attention: a drop-in for `jax.nn.dot_product_attention`.
 
@@ -120,6 +189,16 @@ def dot_product_attention(
       context_parallel: how shards of a sequence meet on a mesh with a `context` axis: "ring", keys and values go round
         while queries attend; "all_gather", every device holds all of them. The results are the same. Sequences that do
         not divide, and calls with a bias, a mask or an array for a scale, are whole on every device instead.
+      precision: "fp8": queries, keys, values and weights are rounded to e4m3 for the products, about 4 % of rms error
+        on normal inputs; softmax, sums and LSE stay float32. Queries and keys are rotated by a fixed random orthogonal
+        transform of the head dim. 64 queries and 128 keys share a scale, so that a hidden token moves the rounding of
+        those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the rounded
+        operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a scale.
+        On an H200 it pays at head dim 256 only, where the kernel is 1.65 times as fast as that of 16 bits: preparing
+        the operands takes 0.5 ms a call of 16,384 tokens and 2048 columns, at head dim 128 more than it saves. But
+        at value head dims above 128 sums are the tensor cores' own and lose up to a third where thousands of keys weigh
+        alike and values have one sign; up to 128 they are float32.
+        "input": products of the inputs' dtype; fp8 is used only where it is asked for.
 
     Returns:
       out (B, T, N, H_v) in the query's dtype; with `return_residual` or `return_lse` a pair (out, (B, T, N)). A 3-D
@@ -133,7 +212,8 @@ def dot_product_attention(
       ValueError: the arguments have no meaning together, or a name is unknown.
       Unsupported: the named implementation cannot serve the call; the message says why.
 
-    Sources: arXiv 1706.03762, section 3.2.1; arXiv 2205.14135, section 3.1; arXiv 2305.13245 (K < N).
+    Sources: arXiv 1706.03762, section 3.2.1; arXiv 2205.14135, section 3.1; arXiv 2305.13245 (K < N); arXiv 2407.08608,
+    section 3.3 (fp8).
 
     >>> import jax.numpy as jnp
     >>> q = jnp.zeros((1, 2, 1, 4))
@@ -164,6 +244,7 @@ def dot_product_attention(
         return_lse=return_lse,
         zigzag=zigzag,
         context_parallel=context_parallel,
+        precision=precision,
     )
     spec = dataclasses.replace(spec, context=context.ways(spec))
     chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)

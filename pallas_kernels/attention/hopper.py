@@ -14,7 +14,6 @@ block: `blocks` says which blocks are dead, partial and full. Rows that see noth
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -37,12 +35,21 @@ from pallas_kernels.attention.hopper_config import (
     heads_side_by_side,
     smem_bytes,
 )
+from pallas_kernels.attention.hopper_walk import (
+    REGISTERS,
+    Seen,
+    Walk,
+    broadcast,
+    follow,
+    launch,
+    lead,
+    locate,
+    positive_scale,
+    sides,
+)
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
 from pallas_kernels.mosaic import COLUMNS, ROWS
-
-# Registers of a thread that computes and of one that loads, by computing warpgroups: a CTA's 504 or 512 in all.
-_REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 # Warps that look for NaN and inf among the values of partial blocks.
 _CLEANERS = 2
@@ -51,42 +58,16 @@ i32, f32 = jnp.int32, jnp.float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kernel:
+class _Kernel(Walk):
     """What the body knows at trace time."""
 
-    spec: AttentionSpec
     config: Config
-    heads: int  # per group of heads that share the L2 cache
-    cores: int
     scale: float  # of the logits, in base 2
-    masked: bool  # some pair of a computed block may be hidden
-
-    @property
-    def dynamic(self) -> bool:
-        return self.spec.query_lengths or self.spec.kv_lengths or self.spec.shifted
 
     @property
     def poisonable(self) -> bool:
         """Whether a hidden value can hold NaN or inf: keys past the end are zeros."""
         return self.masked and (self.spec.bounds != (None, None) or self.dynamic or self.spec.segments)
-
-    @property
-    def q_tiles(self) -> int:
-        return pl.cdiv(self.spec.T, self.config.q_block)
-
-    @property
-    def tiles(self) -> int:
-        return self.spec.B * self.spec.N * self.q_tiles
-
-    @property
-    def persistent(self) -> bool:
-        """Not where every tile has a CTA anyway. And not for one tile: "is the next one below 1?" is a question that
-        ptxas 13 leaves out of the inner loop, and the kernel waits for ever (SASS, H200, 2026-11)."""
-        return self.config.persistent and self.tiles > self.cores
-
-    @property
-    def ctas(self) -> int:
-        return self.cores if self.persistent else self.tiles
 
 
 def attend(
@@ -112,17 +93,11 @@ def attend(
             f"{smem_bytes(spec, config)} of {SMEM_LIMIT} bytes of shared memory, and head dims that differ need "
             "own_output. Take one of hopper_config.candidates(spec)."
         )
-    if scale < 0:
-        query, scale = -query, -scale
-    elif scale == 0:
-        query, scale = jnp.zeros_like(query), 1.0
-    facts = {"query_lengths": query_lengths, "kv_lengths": kv_lengths, "shifts": shifts}
-    live, full = blocks.overlaps(
-        spec, config.q_block, config.kv_block, hide_tail=True,
-        query_segments=query_segments, kv_segments=kv_segments, **facts,
+    query, scale = positive_scale(query, scale)
+    masked, side = sides(
+        spec, config, query_lengths=query_lengths, kv_lengths=kv_lengths, shifts=shifts,
+        query_segments=query_segments, kv_segments=kv_segments,
     )  # fmt: skip
-    plan = jnp.stack([jnp.asarray(x) for x in blocks.ranges(live, full)], axis=-1)
-    masked = not isinstance(full, np.ndarray) or not full.all()
     kernel = _Kernel(
         spec=spec,
         config=config,
@@ -132,22 +107,16 @@ def attend(
         masked=masked,
     )
     H, H_v = head_dims(spec)
-    operands = [blocks.aligned(x, dim) for x, dim in ((query, H), (key, H), (value, H_v))]
-    side = [plan]
-    if kernel.dynamic:
-        side.append(blocks.facts(spec, **facts))
-    if query_segments is not None and kv_segments is not None:
-        side.append(blocks.segment_blocks(query_segments, config.q_block, -1))
-        side.append(blocks.segment_blocks(kv_segments, config.kv_block, -2))
-    out, lse = _call(kernel, *operands, *side)
+    arrays = {"query": (query, H), "key": (key, H), "value": (value, H_v)}
+    out, lse = _call(kernel, {name: blocks.aligned(*x) for name, x in arrays.items()} | side)
     return out[:, : spec.T, :, : spec.H_v], lse.swapaxes(1, 2)[:, : spec.T]
 
 
-def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array) -> tuple[Array, Array]:
+def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
     """Launches the kernel: (out (B, T8, N, H_v64), lse (B, N, tiles * q_block))."""
     spec, config = kernel.spec, kernel.config
-    B, T, N, H = query.shape
-    H_v, dtype = value.shape[-1], query.dtype
+    B, T, N, H = operands["query"].shape
+    H_v, dtype = operands["value"].shape[-1], operands["query"].dtype
     wgs, stages, kv_block = config.warpgroups, config.stages, config.kv_block
     smem = {
         "q": mosaic.swizzled((config.q_block, H), dtype),
@@ -163,12 +132,6 @@ def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array)
     }
     if config.own_output:
         smem["o"] = mosaic.swizzled((config.q_block, H_v), dtype)
-    if kernel.persistent:
-        # The tile in work and the next.
-        listeners = wgs + _CLEANERS * kernel.poisonable
-        smem["tile"] = plgpu.SMEM((2,), i32)
-        smem["tile_ready"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-        smem["tile_free"] = plgpu.Barrier(num_arrivals=listeners, num_barriers=2)
     if config.turns:
         smem["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=wgs)
     if spec.segments:
@@ -179,40 +142,12 @@ def _call(kernel: _Kernel, query: Array, key: Array, value: Array, *side: Array)
         smem["dirty"] = plgpu.SMEM((2 * _CLEANERS,), i32)
         smem["poison"] = plgpu.SMEM((wgs, 64), f32)
         smem["reloaded"] = plgpu.Barrier(num_barriers=wgs)
-    names = tuple(smem)
-    inputs = ("query", "key", "value", "plan")
-    inputs += ("facts",) * kernel.dynamic + ("query_ids", "kv_ids") * spec.segments
-    inputs += ("taken",) * kernel.persistent
-
-    def body(*refs):
-        gmem = dict(zip((*inputs, "out", "lse"), refs, strict=False))
-        _body(kernel, gmem, dict(zip(names, refs[len(gmem) :], strict=True)))
-
-    out_type = (
-        jax.ShapeDtypeStruct((B, T, N, H_v), dtype),
-        jax.ShapeDtypeStruct((B, N, kernel.q_tiles * config.q_block), f32),
-    )
-    launch = plgpu.kernel(
-        body,
-        out_type=out_type,
-        scratch_types=list(smem.values()),
-        grid=(kernel.ctas,),
-        grid_names=("cta",),
-        num_threads=wgs + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            # Every exchange through shared memory below is fenced or goes through an mbarrier.
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
-    )
-    operands = (query, key, value, *side)
-    if not kernel.persistent:
-        return launch(*operands)
-    out, lse = mosaic.with_zeros(1, lambda taken: launch(*operands, taken), out_type)
-    return out, lse
+    out_type = {
+        "out": jax.ShapeDtypeStruct((B, T, N, H_v), dtype),
+        "lse": jax.ShapeDtypeStruct((B, N, kernel.q_tiles * config.q_block), f32),
+    }
+    listeners = wgs + _CLEANERS * kernel.poisonable
+    return launch(kernel, functools.partial(_body, kernel), operands, out_type, smem, listeners=listeners)
 
 
 def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
@@ -221,143 +156,28 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
 
     @pl.when(warpgroup < config.warpgroups)
     def _():
-        plgpu.set_max_registers(_REGISTERS[config.warpgroups][0], action="increase")
-        _follow(kernel, smem, functools.partial(_consume, kernel, gmem, smem))
+        plgpu.set_max_registers(REGISTERS[config.warpgroups][0], action="increase")
+        follow(kernel, smem, functools.partial(_consume, kernel, gmem, smem))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
-        plgpu.set_max_registers(_REGISTERS[config.warpgroups][1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[config.warpgroups][1], action="decrease")
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: _lead(kernel, gmem, smem))
+            pl.when(warp == 0)(lambda: lead(kernel, gmem, smem, functools.partial(_load, kernel, gmem, smem)))
             if kernel.poisonable:
 
                 @pl.when((warp > 0) & (warp <= _CLEANERS))
                 def _():
-                    _follow(kernel, smem, functools.partial(_clean, kernel, gmem, smem, warp - 1))
-
-
-def _lead(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
-    """The loader's walk: it takes the next tile, tells the others and loads it, until none is left."""
-    stages = kernel.config.stages
-
-    def tell(index, turn):
-        at = lax.rem(turn, i32(2))
-
-        @pl.when(turn >= 2)
-        def _():
-            plgpu.barrier_wait(smem["tile_free"].at[at])
-
-        smem["tile"][at] = index
-        plgpu.barrier_arrive(smem["tile_ready"].at[at])
-
-    def one(carry):
-        index, turn, count = carry
-        tell(index, turn)
-        count = _load(kernel, gmem, smem, index, turn, count)
-        # In the order of the list, whoever is free first: the longest tiles start first and the shortest fill the gaps.
-        return kernel.ctas + mosaic.take(gmem["taken"]), turn + 1, count
-
-    start = (lax.axis_index("cta"), i32(0), i32(0))
-    if kernel.persistent:
-        index, turn, count = _while_tiles_last(kernel, one, start)
-        tell(index, turn)
-
-        @pl.loop(jnp.maximum(turn - 1, 0), turn + 1)
-        def _(turn):
-            plgpu.barrier_wait(smem["tile_free"].at[lax.rem(turn, i32(2))])
-    else:
-        count = _load(kernel, gmem, smem, *start)
-
-    # A barrier may not be left with a completion that nobody has observed.
-    plgpu.barrier_wait(smem["q_free"])
-
-    @pl.loop(jnp.maximum(count - stages, 0), count)
-    def _(n):
-        slot = lax.rem(n, i32(stages))
-        plgpu.barrier_wait(smem["k_free"].at[slot])
-        plgpu.barrier_wait(smem["v_free"].at[slot])
-
-
-def _follow(kernel: _Kernel, smem: dict[str, Any], one: Callable[[Any, Any, Any], Any]) -> None:
-    """Everybody else's walk: `one(tile, turn, blocks so far) -> blocks so far` for each tile that the loader names."""
-    if not kernel.persistent:
-        one(lax.axis_index("cta"), i32(0), i32(0))
-        return
-
-    def hear(turn):
-        at = lax.rem(turn, i32(2))
-        plgpu.barrier_wait(smem["tile_ready"].at[at])
-        index = mosaic.read_shared(smem["tile"].at[pl.ds(at, 1)])
-        plgpu.barrier_arrive(smem["tile_free"].at[at])
-        return index
-
-    def step(carry):
-        index, turn, count = carry
-        count = one(index, turn, count)
-        return hear(turn + 1), turn + 1, count
-
-    _while_tiles_last(kernel, step, (hear(i32(0)), i32(0), i32(0)))
-
-
-def _while_tiles_last(kernel: _Kernel, step: Callable[..., Any], start: Any) -> Any:
-    """`lax.while_loop(carry[0] < tiles)`, which Mosaic does not lower for warps: by rounds of about sqrt(tiles) steps.
-
-    After the last tile only the rest of one round, and the other rounds, pass empty: some hundred clocks.
-    """
-    size = math.isqrt(kernel.tiles) + 1
-
-    def left(carry):
-        return carry[0] < kernel.tiles
-
-    def maybe(_, carry):
-        return lax.cond(left(carry), step, lambda carry: carry, carry)
-
-    def one_round(_, carry):
-        return lax.fori_loop(0, jnp.where(left(carry), i32(size), i32(0)), maybe, carry)
-
-    return lax.fori_loop(0, i32(size), one_round, start)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Where a tile lies: batch entry, query head, first query; and its range of key blocks, from the plan."""
-
-    batch: Any
-    head: Any
-    q_tile: Any
-    start: Any
-    full_start: Any
-    full_stop: Any
-    stop: Any
-
-    def partial(self, n: Any) -> Any:
-        """Whether the n-th block, from the end, is partial."""
-        block = self.stop - 1 - n
-        return (block >= self.full_stop) | (block < self.full_start)
-
-
-def _locate(kernel: _Kernel, gmem: dict[str, Any], index: Any) -> _Tile:
-    """Group of heads, then tile from the last (under causality the longest) down, then head."""
-    spec = kernel.spec
-    group, rest = lax.div(index, i32(kernel.heads * kernel.q_tiles)), lax.rem(index, i32(kernel.heads * kernel.q_tiles))
-    flat = group * kernel.heads + lax.rem(rest, i32(kernel.heads))
-    q_tile = kernel.q_tiles - 1 - lax.div(rest, i32(kernel.heads))
-    batch = lax.div(flat, i32(spec.N))
-    if kernel.masked:
-        row = batch if gmem["plan"].shape[0] > 1 else 0
-        limits = [gmem["plan"][row, q_tile, n] for n in range(4)]
-    else:
-        limits = [i32(0), i32(0), *[i32(pl.cdiv(spec.S, kernel.config.kv_block))] * 2]
-    return _Tile(batch, lax.rem(flat, i32(spec.N)), q_tile, *limits)
+                    follow(kernel, smem, functools.partial(_clean, kernel, gmem, smem, warp - 1))
 
 
 def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
     """Loads one tile; `count` blocks of keys were loaded before it."""
     config = kernel.config
-    tile = _locate(kernel, gmem, index)
+    tile = locate(kernel, gmem, index)
     kv_head = lax.div(tile.head, i32(kernel.spec.G))
     steps = tile.stop - tile.start
 
@@ -404,7 +224,7 @@ def _clean(
     The consumers are only told that there was one; which queries see it they find out in `_Seen.poison`.
     """
     config = kernel.config
-    tile = _locate(kernel, gmem, index)
+    tile = locate(kernel, gmem, index)
     share = config.kv_block // _CLEANERS
     at = lax.rem(turn, i32(2)) * _CLEANERS + part
 
@@ -428,15 +248,11 @@ def _clean(
     return count + tile.stop - tile.start
 
 
-def _broadcast(rows: Any, shape: tuple[int, int]) -> Any:
-    return lax.broadcast_in_dim(rows, shape, [0])
-
-
 def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
     """Computes one warpgroup's 64 queries of one tile."""
     spec, config = kernel.spec, kernel.config
     w = lax.axis_index("warpgroup")
-    tile = _locate(kernel, gmem, index)
+    tile = locate(kernel, gmem, index)
     steps = tile.stop - tile.start
     first_row = tile.q_tile * config.q_block + w * 64
     rows = pl.ds(w * 64, 64)
@@ -460,7 +276,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         new = jnp.maximum(maximum, s.max(axis=1) * kernel.scale)
         # A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself.
         reference = jnp.where(new == -jnp.inf, 0.0, new) if kernel.masked else new
-        weights = jnp.exp2(s * kernel.scale - _broadcast(reference, s.shape))
+        weights = jnp.exp2(s * kernel.scale - broadcast(reference, s.shape))
         decay = jnp.exp2(maximum - reference)
         return weights.astype(dtype), new, total * decay + weights.sum(axis=1), decay
 
@@ -526,7 +342,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
                 o = o_acc[...]
-                o_acc[...] = o * _broadcast(decay, o.shape)
+                o_acc[...] = o * broadcast(decay, o.shape)
                 return new_weights, new_maximum, new_total
 
             return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
@@ -549,7 +365,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         inverse = jnp.where(nothing, 0.0, 1.0 / jnp.where(nothing, 1.0, total))
         lse = jnp.where(nothing, -jnp.inf, maximum * math.log(2) + jnp.log(total))
         o = o_acc[...]
-        return o * _broadcast(inverse, o.shape), lse
+        return o * broadcast(inverse, o.shape), lse
 
     o, lse = pl.run_scoped(with_output, mosaic.ACC((64, H_v), f32))
     o_smem[...] = o.astype(dtype)
@@ -563,65 +379,8 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     return count + steps
 
 
-class _Seen:
-    """Which keys the 64 queries of a warpgroup see, and what to do about values that they do not."""
-
-    def __init__(self, kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], tile: _Tile, first_row: Any):
-        self.kernel, self.gmem, self.smem, self.tile = kernel, gmem, smem, tile
-        spec = kernel.spec
-        if not kernel.masked:
-            return
-        q_length: Any = spec.T
-        kv_length: Any = spec.S
-        shift: Any = spec.shift
-        if kernel.dynamic:
-            q_length, kv_length, shift = (gmem["facts"][tile.batch, n] for n in range(3))
-        row: Any = None
-        below, above = spec.bounds
-        if spec.bounds != (None, None) or spec.query_lengths:  # Mosaic cannot lay out what nothing uses
-            row = plgpu.broadcasted_iota(i32, (64,), 0, layout=ROWS) + first_row
-        high = kv_length if above is None else jnp.minimum(row + (shift + above + 1), kv_length)
-        self.high = jnp.where(row < q_length, high, 0) if spec.query_lengths else high
-        self.end: Any = None if above is None else first_row + (63 + shift + above + 1)  # of the last query's keys
-        self.low = None if below is None else row + (shift - below)
-        if spec.segments:
-            at = gmem["query_ids"].at[tile.batch, tile.q_tile, pl.ds(lax.axis_index("warpgroup") * 64, 64)]
-            self.ids = plgpu.load(at, layout=ROWS, optimized=False)
-
-    def keep(self, x, first, ids, fill: float):
-        """x where the query sees the key, else `fill`; the keys begin at `first` and have the segment `ids`."""
-        low, high = (
-            None if bound is None else plgpu.layout_cast(jnp.broadcast_to(bound - first, (64,)), ROWS)
-            for bound in (self.low, self.high)
-        )
-        x = mosaic.keep_columns(x, low, high, fill)
-        if self.kernel.spec.segments:
-            ids = plgpu.load(ids, layout=COLUMNS, optimized=False)
-            same = _broadcast(self.ids, x.shape) == lax.broadcast_in_dim(ids, x.shape, [1])
-            x = jnp.where(same, x, fill)
-        return x
-
-    def hide(self, s, n, slot):
-        """The scores of the n-th block with -inf for what is not seen."""
-        ids = self.smem["ids"].at[slot] if self.kernel.spec.segments else None
-        s = self.keep(s, self.first_key(n), ids, -jnp.inf)
-        if self.kernel.spec.segments:
-            mosaic.fence_async()  # ordinary reads, before TMA writes there again
-        return s
-
-    def skipped_blocks(self, steps) -> Any:
-        """How many blocks from the end lie past the last key of these queries, though other warpgroups see them.
-
-        None where there can be none. No more than stages, for the next block comes without this warpgroup's turn.
-        """
-        above, config = self.kernel.spec.bounds[1], self.kernel.config
-        if not self.kernel.masked or above is None or config.kv_block >= config.q_block:
-            return None
-        needed = lax.div(jnp.maximum(self.end, 0) + (config.kv_block - 1), i32(config.kv_block))
-        return jnp.clip(self.tile.stop - needed, 0, jnp.minimum(steps - 1, config.stages))
-
-    def first_key(self, n):
-        return (self.tile.stop - 1 - n) * self.kernel.config.kv_block
+class _Seen(Seen):
+    """And what to do about values that they do not see."""
 
     def poison(self, total, turn, staging):
         """`total`, but NaN for queries that see a value of a partial block with NaN or inf in it.
@@ -634,7 +393,7 @@ class _Seen:
         dirty = smem["dirty"][first_flag]
         for cleaner in range(1, _CLEANERS):
             dirty |= smem["dirty"][first_flag + cleaner]
-        kv_head = lax.div(tile.head, i32(self.kernel.spec.G))
+        kv_head = lax.div(tile.head, i32(self.walk.spec.G))
 
         def piece(m, total):
             n, r = lax.div(m, i32(kv_block // 64)), lax.rem(m, i32(kv_block // 64)) * 64
@@ -654,7 +413,7 @@ class _Seen:
                 columns = plgpu.load(smem["poison"].at[w], layout=COLUMNS, optimized=False)
                 plgpu.commit_smem()
                 ids = None
-                if self.kernel.spec.segments:
+                if self.walk.spec.segments:
                     ids = gmem["kv_ids"].at[tile.batch, self.tile.stop - 1 - n, pl.ds(r, 64)]
                 bad = self.keep(lax.broadcast_in_dim(columns, (64, 64), [1]), first, ids, 0.0)
                 return total + bad.sum(axis=1)

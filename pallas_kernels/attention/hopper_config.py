@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from pallas_kernels import tuned
 from pallas_kernels.attention.spec import AttentionSpec
@@ -14,6 +15,14 @@ SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
 _SMEM_SPARE = 6 * 1024
 
 TUNED = Path(__file__).with_name("tuned.json")
+
+
+@runtime_checkable
+class SharesCache(Protocol):
+    """A configuration that says how many MiB of the L2 cache heads may share."""
+
+    @property
+    def l2_mib(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +187,13 @@ def _facts(spec: AttentionSpec) -> dict[str, int | bool]:
     return {"H": H, "H_v": H_v, "is_causal": spec.is_causal}
 
 
-def heads_side_by_side(spec: AttentionSpec, config: Config) -> int:
+def heads_side_by_side(spec: AttentionSpec, config: SharesCache, itemsize: int = 2) -> int:
     """Query heads whose tiles the forward grid mixes: a divisor of all of them, whose keys and values share the L2.
 
     At 8k causal, head dim 128, groups of 2 heads gave 654 TFLOP/s, 1 head 631, 16 heads 645 and 6 heads, which do not
     divide the 32, 627 (H200, 2026-11).
     """
-    return _largest_divisor(spec.B * spec.N, config.l2_mib, 2 * spec.S * (spec.H + spec.H_v) // spec.G)
+    return _largest_divisor(spec.B * spec.N, config.l2_mib, itemsize * spec.S * (spec.H + spec.H_v) // spec.G)
 
 
 def kv_heads_side_by_side(spec: AttentionSpec, config: BackwardConfig) -> int:

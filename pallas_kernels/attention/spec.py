@@ -9,6 +9,7 @@ import numpy as np
 
 CausalAlignment = Literal["top_left", "bottom_right"]
 ContextParallel = Literal["ring", "all_gather"]
+Precision = Literal["input", "fp8"]
 
 OP = "dot_product_attention"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -25,6 +26,8 @@ class AttentionSpec:
     `traced_scale` says that the scale is an array and not a Python number. `zigzag` is the number of devices in whose
     zigzag order the sequences are stored, 1 for their own order; lengths, causality and windows go by places in the
     sequence. `context` is the number of devices that sequences are cut over, and `context_parallel` how they meet.
+
+    `precision` is what products are of: "input": numbers of the input dtype; "fp8": of e4m3.
 
     `shifted` is for calls that see a part of the sequences: the shift comes with the arrays, one per batch entry.
     """
@@ -53,6 +56,7 @@ class AttentionSpec:
     context: int = 1
     context_parallel: ContextParallel = "ring"
     shifted: bool = False
+    precision: Precision = "input"
 
     @property
     def G(self) -> int:
@@ -98,6 +102,8 @@ class AttentionSpec:
         fields += [name for name in ("query_lengths", "kv_lengths", "segments") if getattr(self, name)]
         fields += [f"{name}={getattr(self, name)}" for name in ("bias", "mask") if getattr(self, name) is not None]
         fields += [name for name in ("traced_scale", "return_lse", "shifted") if getattr(self, name)]
+        if self.precision != "input":
+            fields.append(f"precision={self.precision}")
         if self.zigzag > 1:
             fields.append(f"zigzag={self.zigzag}")
         if self.context > 1:
@@ -147,6 +153,7 @@ def make_spec(
     return_lse: bool = False,
     zigzag: int = 1,
     context_parallel: Any = "ring",
+    precision: Any = "input",
 ) -> AttentionSpec:
     """The spec of a call of `dot_product_attention`; of arrays only `.shape` and `.dtype` are read.
 
@@ -206,6 +213,11 @@ def make_spec(
             f"{OP}: unknown {context_parallel=} - must be one of {get_args(ContextParallel)}. Use 'ring', which needs "
             "the memory of one shard of keys."
         )
+    if precision not in get_args(Precision):
+        raise ValueError(
+            f"{OP}: unknown {precision=} - must be one of {get_args(Precision)}. Use 'input' for products in "
+            "the inputs' dtype."
+        )
     if zigzag < 1 or (zigzag > 1 and (T % (2 * zigzag) or S % (2 * zigzag))):
         raise ValueError(
             f"{OP}: {zigzag=} with {T} queries and {S} keys - both must be multiples of twice a positive number of "
@@ -230,6 +242,7 @@ def make_spec(
         return_lse=return_lse or return_residual,
         zigzag=zigzag,
         context_parallel=context_parallel,
+        precision=precision,
     )  # fmt: skip
 
 

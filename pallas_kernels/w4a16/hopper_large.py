@@ -567,7 +567,7 @@ def _meet(kernel: _Kernel, gmem: dict[str, Any], tile: _Tile, mine: list[Any], s
     config = kernel.config
     place = gmem["sums"].at[tile.index]
     for block, y in zip(mine, sums, strict=True):
-        for share, part in enumerate(mosaic_int4.columns_of(y, config.tokens // config.parts)):
+        for share, part in enumerate(mosaic.columns_of(y, config.tokens // config.parts)):
             place[share, tile.part, block] = part
     arrived = tile.index * config.warpgroups + lax.axis_index("warpgroup")
     mosaic_int4.announce(gmem["arrived"], arrived)
@@ -587,7 +587,7 @@ def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], tile: _T
     width = min(share, _OUT)
     staging = smem["out"].at[lax.axis_index("warpgroup"), pl.ds(0, width)]
     first = tile.token + tile.part * share
-    for n, rows in enumerate(mosaic_int4.columns_of(y.astype(kernel.spec.dtype), width)):
+    for n, rows in enumerate(mosaic.columns_of(y.astype(kernel.spec.dtype), width)):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
         staging.T[...] = plgpu.layout_cast(rows, plgpu.Layout.WGMMA_TRANSPOSED)

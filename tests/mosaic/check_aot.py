@@ -14,7 +14,15 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels.attention import hopper, hopper_bwd, hopper_bwd_wide, hopper_config
+from pallas_kernels.attention import (
+    fp8,
+    hopper,
+    hopper_bwd,
+    hopper_bwd_wide,
+    hopper_config,
+    hopper_fp8,
+    hopper_fp8_config,
+)
 from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec
 from tests.mosaic.aot import Candidate, check, compile_candidate
@@ -42,7 +50,7 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
 
 def candidates() -> list[Candidate]:
     """Every kernel of the library, at the block sizes it is tuned for."""
-    return [*forward_candidates(), *backward_candidates(), *aot_candidates.candidates()]
+    return [*forward_candidates(), *fp8_candidates(), *backward_candidates(), *aot_candidates.candidates()]
 
 
 def forward_candidates() -> list[Candidate]:
@@ -59,6 +67,28 @@ def forward_candidates() -> list[Candidate]:
     return [
         *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
         *(candidate(*dims, mask, spare) for dims, of in spares.items() for spare in of for mask in ("plain", "causal")),
+    ]
+
+
+def fp8_candidates() -> list[Candidate]:
+    def candidate(H: int, H_v: int, mask: str, spare: hopper_fp8_config.Fp8Config | None = None) -> Candidate:
+        facts, optional = MASKS[mask]
+        spec = _spec(H=H, H_v=H_v, precision="fp8", **facts)
+        config = spare or hopper_fp8_config.default(spec)
+        quantise = functools.partial(fp8.quantise, spec, block=config.kv_block)
+        operands = jax.eval_shape(quantise, *_shapes(spec, "BTNH", "BSKH", "BSKV"))
+
+        def attend(*arrays: Any, **facts: Any) -> Any:
+            given = fp8.Operands(*arrays)
+            return hopper_fp8.attend_operands(spec, given, scale=spec.default_scale, config=config, **facts)
+
+        return _candidate(f"fp8-{H}-{H_v}-{mask}{_changes(spare)}", attend, spec, tuple(operands), optional)
+
+    dims = [(64, 64), (128, 128), (192, 128), (256, 256)]
+    larger = hopper_fp8_config.Fp8Config(kv_block=224)
+    return [
+        *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
+        *(candidate(128, 128, mask, larger) for mask in ("plain", "causal")),
     ]
 
 
@@ -100,6 +130,9 @@ def _candidate(
     if name == "fwd-256-256-everything":
         reason = "one number, saved as the kernel starts and restored after the loop over keys (SASS)"
         allowed = {"spill_bytes": 4, "reason": reason}
+    elif name.startswith("fp8-256-256"):
+        reason = "one number, saved as the kernel starts (2026-11)"
+        allowed = {"spill_bytes": 4, "reason": reason}
     elif name.startswith("fwd-256-256-causal"):
         reason = "constants of the loop, saved once, in persistent candidates (SASS, 2026-11)"
         allowed = {"spill_bytes": 24, "reason": reason}
@@ -112,7 +145,7 @@ def _candidate(
     return Candidate(name=name, function=call, args=(*arrays, *integers), **allowed)
 
 
-def _changes(config: Config | None) -> str:
+def _changes(config: Any) -> str:
     """
     >>> _changes(Config(stages=3))
     '-stages=3'

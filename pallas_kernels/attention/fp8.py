@@ -1,0 +1,269 @@
+"""Attention operands in e4m3: what is rotated, which scale belongs to what, and how values are stored.
+
+    q^ = s_q e4m3(R q / s_q)      k^ = s_k e4m3(R k / s_k)      v^ = s_v e4m3(v / s_v)
+
+R is a random orthogonal transform of the head dim, the same for queries and keys, so that R q . R k = q . k while an
+outlier is spread over all dims (arXiv 2407.08608, section 3.3). A scale belongs to a block: 64 queries, or `kv_block`
+keys or values, of one head. Scales are powers of two: then q^, k^ and v^ are exact in 16 bits, and a backward pass in
+16 bits multiplies just what the forward pass did. e4m3 is a floating-point format, so a scale's fraction buys nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention.spec import AttentionSpec
+
+E4M3 = jnp.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+Q_BLOCK = 64  # queries that share a scale
+# Weights of the softmax, at most 1, are multiplied by this before they are cast: below 2^-6 e4m3 loses bits.
+WEIGHT_SCALE = 256.0
+# Scales of values lie between 2^-44 and 2^44: the kernel's accumulator changes from one's unit to another's.
+_VALUE_EXPONENT = 44
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How operands are quantised; everything but the defaults is for comparison.
+
+    `transform`: whether queries and keys are rotated, by signs drawn from `seed`; `whole`: one scale for each head's
+    whole sequence instead of one a block.
+    """
+
+    transform: bool = True
+    seed: int = 0
+    whole: bool = False
+
+
+STANDARD = Recipe()
+
+
+class Operands(NamedTuple):
+    """What the forward pass multiplies; H and H_v are multiples of 64, T8 of 8, S' of kv_block."""
+
+    query: Float[Array, "B T8 N H"]
+    query_scale: Float[Array, "B N q_blocks"]
+    key: Float[Array, "B S_ K H"]
+    key_scale: Float[Array, "B K kv_blocks"]
+    value: Float[Array, "B K H_v S_"]  # tokens in the kernel's order
+    value_scale: Float[Array, "B K kv_blocks"]
+
+
+def head_dims(spec: AttentionSpec) -> tuple[int, int]:
+    """(H, H_v) of the operands: the next multiples of 64."""
+    H, H_v = (-(-head_dim // 64) * 64 for head_dim in (spec.H, spec.H_v))
+    return H, H_v
+
+
+def kv_block(spec: AttentionSpec) -> int:
+    """Keys that share a scale: the kernel's block for the head dims."""
+    del spec
+    return 128
+
+
+def rotation(dim: int, recipe: Recipe) -> np.ndarray:
+    """R (dim, dim), float32, up to its normalisation: entries -1, 0 and 1, rows of equal length; and see `norm`.
+
+    Signs times a Hadamard matrix; of a dim that is no power of two, blocks of its largest factor that is one.
+    """
+    size = dim & -dim
+    hadamard = np.ones((1, 1), np.float32)
+    while len(hadamard) < size:
+        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
+    signs = 1 - 2 * np.random.RandomState(recipe.seed).randint(2, size=dim)
+    return (np.kron(np.eye(dim // size), hadamard) * signs).astype(np.float32)
+
+
+def norm(dim: int) -> float:
+    """What makes `rotation` orthogonal."""
+    return float(dim & -dim) ** -0.5
+
+
+def rotated(x: Float[Array, "*b h"], recipe: Recipe) -> Float[Array, "*b h"]:
+    """R x in float32, along the last axis."""
+    if not recipe.transform:
+        return x.astype(jnp.float32)
+    dim = x.shape[-1]
+    # Entries of R are exact in any format: products of 16-bit numbers lose nothing on tensor cores.
+    matrix = rotation(dim, recipe).astype(x.dtype)
+    # bfloat16 is 16 times finer than e4m3 and half of the memory traffic; float16 might overflow before `norm`.
+    kept = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
+    highest = jax.lax.Precision.HIGHEST
+    product = jnp.einsum("...h,gh->...g", x, matrix, precision=highest, preferred_element_type=kept)
+    return product.astype(jnp.float32) * norm(dim)
+
+
+def power_of_two(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The least power of two >= x, of positive normal float32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
+
+
+def scales(x: Float[Array, "*b l h"], block: int, recipe: Recipe, exponent: int = 100) -> Float[Array, "*b blocks"]:
+    """The scale of each block of rows: the least power of two that brings its largest finite entry to at most 448."""
+    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0).max(-1)
+    size = size.reshape(*size.shape[:-1], -1, block).max(-1)
+    if recipe.whole:
+        size = jnp.broadcast_to(size.max(-1, keepdims=True), size.shape)
+    return power_of_two(jnp.clip(size / LARGEST, 2.0**-exponent, 2.0**exponent))
+
+
+def cast(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """float32 x in e4m3: NaN and inf become NaN; what is too large the largest number, as Hopper casts.
+
+    Rounded by float32 arithmetic first, to the nearest, ties to even: XLA may leave out a cast to a narrow type and
+    back (`xla_allow_excess_precision`), and then the rounding is still there.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    binade = jax.lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
+    step = jnp.clip(binade, 2.0**-6, LARGEST) / 8
+    return jnp.where(jnp.isfinite(x), jnp.clip(jnp.round(x / step) * step, -LARGEST, LARGEST), jnp.nan).astype(E4M3)
+
+
+def quantise(
+    spec: AttentionSpec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    *,
+    recipe: Recipe = STANDARD,
+    block: int | None = None,
+    query_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    query_segments: Int[Array, "B T"] | None = None,
+    kv_segments: Int[Array, "B S"] | None = None,
+) -> Operands:
+    """The operands of a call, in blocks of `block` keys; None: of `kv_block`.
+
+    What lengths and negative segment ids exclude is 0, and moves no scale.
+
+    A key or value that holds NaN or inf (or a value of more than 2^52) becomes a key of NaN, which makes NaN of all
+    that see it and of nothing else, and its value 0.
+    """
+    H, H_v = head_dims(spec)
+    block = block or kv_block(spec)
+    rows = _present(query, query_lengths, query_segments)
+    cols = _present(key, kv_lengths, kv_segments)
+    # Lengths in front of heads: (B, N, T, H).
+    q, k, v = (jnp.where(there, x, 0).swapaxes(1, 2) for x, there in ((query, rows), (key, cols), (value, cols)))
+    q = rotated(_padded(q, Q_BLOCK, H), recipe)
+    k = rotated(_padded(k, block, H), recipe)
+    v = _padded(v, block, H_v).astype(jnp.float32)
+    finite = (jnp.abs(v) <= LARGEST * 2.0**_VALUE_EXPONENT).all(-1, keepdims=True)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0.0)
+    q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, block, recipe)
+    v_scale = scales(v, block, recipe, _VALUE_EXPONENT)
+    q, k, v = (cast(_by_block(x, 1 / scale)) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
+    v = _permuted(v.swapaxes(2, 3), (2, 4, 2))
+    T8 = -(-spec.T // 8) * 8
+    return Operands(q[:, :, :T8].swapaxes(1, 2), q_scale, k.swapaxes(1, 2), k_scale, v, v_scale)
+
+
+def dequantised(
+    operands: Operands,
+) -> tuple[Float[Array, "B N T_ H"], Float[Array, "B K S_ H"], Float[Array, "B K S_ H_v"]]:
+    """(q^, k^, v^) in float32, by heads, of whole blocks."""
+    q, k, v = (x.astype(jnp.float32) for x in (operands.query, operands.key, operands.value))
+    q = _padded(q.swapaxes(1, 2), Q_BLOCK, q.shape[-1])
+    v = _permuted(v, (4, 2, 2)).swapaxes(2, 3)
+    return (
+        _by_block(q, operands.query_scale),
+        _by_block(k.swapaxes(1, 2), operands.key_scale),
+        _by_block(v, operands.value_scale),
+    )
+
+
+def rounded(
+    spec: AttentionSpec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    **facts: Any,
+) -> tuple[Float[Array, "B T N H_"], Float[Array, "B S K H_"], Float[Array, "B S K H_v"]]:
+    """(q^, k^, v^), differentiable: straight through the rounding, as if q^ = R q, k^ = R k and v^ = v.
+
+    In float32; the dtype of the inputs holds them exactly too.
+    """
+    rows = _present(query, facts.get("query_lengths"), facts.get("query_segments"))
+    cols = _present(key, facts.get("kv_lengths"), facts.get("kv_segments"))
+    H = head_dims(spec)[0]
+    there = ((query, rows, H), (key, cols, H), (value, cols, spec.H_v))
+    q, k, v = (_padded(jnp.where(where, x, 0), 1, head_dim) for x, where, head_dim in there)
+    smooth = rotated(q, STANDARD), rotated(k, STANDARD), v.astype(jnp.float32)
+    stopped = (jax.lax.stop_gradient(x) for x in (query, key, value))
+    hats = dequantised(quantise(spec, *stopped, **facts))
+    return tuple(  # pyright: ignore[reportReturnType]
+        hat.swapaxes(1, 2)[:, : x.shape[1], :, : x.shape[3]] + (x - jax.lax.stop_gradient(x))
+        for hat, x in zip(hats, smooth, strict=True)
+    )
+
+
+def through_rounding(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of attention in e4m3, made of one in 16 bits that is given q^, k^ and v^.
+
+    These are what the forward pass multiplied, so that its LSE and output belong to them: weights sum to 1, and the
+    gradient of a row with one key is 0. Given q, k and v instead, weights would be those of other logits than the LSE.
+    Only the rounding of the weights to e4m3 is not seen. Gradients pass straight through the rounding of operands.
+    """
+
+    def differentiate(
+        spec: AttentionSpec, query: Any, key: Any, value: Any, out: Any, lse: Any, dout: Any, dlse: Any, **operands: Any
+    ) -> tuple[Any, Any, Any]:
+        names = ("query_lengths", "kv_lengths", "query_segments", "kv_segments")
+        facts = {name: operands.get(name) for name in names}
+        hats, pull = jax.vjp(lambda *x: rounded(spec, *x, **facts), query, key, value)
+        spec = dataclasses.replace(spec, H=head_dims(spec)[0])
+        narrow = (x.astype(spec.dtype) for x in hats)
+        gradients = backward(spec, *narrow, out, lse, dout, dlse, **operands)
+        return pull(tuple(x.astype(jnp.float32) for x in gradients))
+
+    return differentiate
+
+
+def exact(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`attend` of q^, k^ and v^: what the forward pass computes but for the rounding of weights, differentiable."""
+
+    def attend_rounded(spec: AttentionSpec, query: Any, key: Any, value: Any, **operands: Any) -> Any:
+        names = ("query_lengths", "kv_lengths", "query_segments", "kv_segments")
+        hats = rounded(spec, query, key, value, **{name: operands.get(name) for name in names})
+        return attend(dataclasses.replace(spec, H=head_dims(spec)[0]), *hats, **operands)
+
+    return attend_rounded
+
+
+def _present(x: Any, lengths: Any, segments: Any) -> Any:
+    """(B, L, 1, 1) booleans, or True."""
+    there: Any = True
+    if lengths is not None:
+        there = jnp.arange(x.shape[1])[None] < lengths[:, None]
+    if segments is not None:
+        there = there & (segments >= 0)
+    return there if there is True else there[:, :, None, None]
+
+
+def _padded(x: Array, block: int, head_dim: int) -> Array:
+    """(..., l, h) with zeros up to whole blocks and to the head dim."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % block), (0, head_dim - x.shape[-1])])
+
+
+def _permuted(x: Array, tokens: tuple[int, int, int]) -> Array:
+    """(..., l) with every 16 tokens, as so many by so many pairs, transposed.
+
+    16 tokens are held as 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, as a warpgroup's accumulator holds them: its registers
+    then are the operand of the product with the values as they are, without a shuffle (`mosaic.as_operand`).
+    """
+    groups = x.reshape(*x.shape[:-1], -1, *tokens)
+    return groups.swapaxes(-3, -2).reshape(x.shape)
+
+
+def _by_block(x: Array, factor: Array) -> Array:
+    """(..., blocks * n, h) times (..., blocks)."""
+    blocks = x.reshape(*factor.shape, -1, x.shape[-1])
+    return (blocks * factor[..., None, None]).reshape(x.shape)

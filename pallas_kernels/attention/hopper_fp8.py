@@ -1,0 +1,360 @@
+"""FlashAttention-3's forward pass in e4m3 for Hopper (sm_90a) in Pallas Mosaic GPU: block scales, float32 softmax.
+
+The schedule of `hopper.py`, with operands from `fp8.quantise`: queries and keys rotated, values transposed, because an
+8-bit product wants both operands along the keys. The weights of a block go from accumulator to operand without a
+shuffle (`mosaic.as_operand`); values lie in the order of tokens that this makes.
+
+    S = Q8 K8'                        product in e4m3, float32 sums
+    P = exp2(c S - m + 8)             c = scale log2(e) s_q s_k, of 64 queries and the block of keys
+    O = O decay s_v'/s_v + e4m3(P) V8 s_v' of the block before: O is in units of its last block's scale
+    out = O s_v / sum P               LSE = ln 2 (m - 8) + ln sum P, of the P before the cast
+
+Source: arXiv 2407.08608, section 3.3.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import mosaic
+from pallas_kernels.attention import fp8
+from pallas_kernels.attention.hopper_config import SMEM_LIMIT, heads_side_by_side
+from pallas_kernels.attention.hopper_fp8_config import Fp8Config, default, fits, smem_bytes, staged_columns
+from pallas_kernels.attention.hopper_walk import (
+    REGISTERS,
+    Seen,
+    Walk,
+    broadcast,
+    follow,
+    launch,
+    lead,
+    locate,
+    positive_scale,
+    sides,
+)
+from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.device import H200, Device
+from pallas_kernels.mosaic import ROWS
+
+i32, f32 = jnp.int32, jnp.float32
+
+_WEIGHT_BITS = math.log2(fp8.WEIGHT_SCALE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernel(Walk):
+    """What the body knows at trace time."""
+
+    config: Fp8Config
+    scale: float  # of the logits, in base 2
+
+
+def attend(
+    spec: AttentionSpec,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H_v"],
+    *,
+    scale: float,
+    query_lengths: Int[Array, " B"] | None = None,
+    kv_lengths: Int[Array, " B"] | None = None,
+    query_segments: Int[Array, "B T"] | None = None,
+    kv_segments: Int[Array, "B S"] | None = None,
+    shifts: Int[Array, " B"] | None = None,
+    config: Fp8Config | None = None,
+    device: Device = H200,
+) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
+    """(out in the input dtype, lse float32); there is no derivative rule here. `device` sizes a persistent grid."""
+    config = config or default(spec)
+    facts: dict[str, Any] = {
+        "query_lengths": query_lengths, "kv_lengths": kv_lengths,
+        "query_segments": query_segments, "kv_segments": kv_segments,
+    }  # fmt: skip
+    query, scale = positive_scale(query, scale)
+    operands = fp8.quantise(spec, query, key, value, block=config.kv_block, **facts)
+    return attend_operands(spec, operands, scale=scale, shifts=shifts, config=config, device=device, **facts)
+
+
+def attend_operands(
+    spec: AttentionSpec,
+    operands: fp8.Operands,
+    *,
+    scale: float,
+    config: Fp8Config,
+    device: Device = H200,
+    shifts: Int[Array, " B"] | None = None,
+    **facts: Any,
+) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
+    """As `attend`, of operands quantised in blocks of config.kv_block keys; the scale is above 0."""
+    if not fits(spec, config, spare=0):
+        raise ValueError(
+            f"hopper_fp8: {config} does not fit head dims {spec.H} and {spec.H_v} - tiles take "
+            f"{smem_bytes(spec, config)} of {SMEM_LIMIT} bytes of shared memory. Take one of "
+            "hopper_fp8_config.candidates(spec)."
+        )
+    masked, side = sides(spec, config, shifts=shifts, **facts)
+    kernel = _Kernel(
+        spec=spec,
+        config=config,
+        heads=heads_side_by_side(spec, config, itemsize=1),
+        cores=device.num_cores or H200.num_cores or 1,
+        scale=scale * math.log2(math.e),
+        masked=masked,
+    )
+    out, lse = _call(kernel, operands._asdict() | side)
+    return out[:, : spec.T, :, : spec.H_v], lse.swapaxes(1, 2)[:, : spec.T]
+
+
+def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
+    """Launches the kernel: (out (B, T8, N, H_v64), lse (B, N, tiles * q_block))."""
+    spec, config = kernel.spec, kernel.config
+    B, T, N, H = operands["query"].shape
+    H_v = operands["value"].shape[2]
+    wgs, stages, kv_block = config.warpgroups, config.stages, config.kv_block
+    smem = {
+        "q": mosaic.swizzled((config.q_block, H), fp8.E4M3),
+        "k": mosaic.swizzled((stages, kv_block, H), fp8.E4M3),
+        "v": mosaic.swizzled((stages, H_v, kv_block), fp8.E4M3),
+        "o": mosaic.swizzled((config.q_block, staged_columns(H_v)), spec.dtype),
+        "lse": plgpu.SMEM((wgs, 64), f32),
+        "q_ready": plgpu.Barrier(num_arrivals=1),
+        "q_free": plgpu.Barrier(num_arrivals=wgs),
+        "k_ready": plgpu.Barrier(num_arrivals=1 + spec.segments, num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        "v_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+    }
+    if config.turns:
+        smem["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=wgs)
+    if spec.segments:
+        smem["ids"] = plgpu.SMEM((stages, kv_block), i32)
+    out_type = {
+        "out": jax.ShapeDtypeStruct((B, T, N, H_v), spec.dtype),
+        "lse": jax.ShapeDtypeStruct((B, N, kernel.q_tiles * config.q_block), f32),
+    }
+    return launch(kernel, functools.partial(_body, kernel), operands, out_type, smem, listeners=wgs)
+
+
+def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
+    config = kernel.config
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup < config.warpgroups)
+    def _():
+        plgpu.set_max_registers(REGISTERS[config.warpgroups][0], action="increase")
+        follow(kernel, smem, functools.partial(_consume, kernel, gmem, smem))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == config.warpgroups)
+    def _():
+        plgpu.set_max_registers(REGISTERS[config.warpgroups][1], action="decrease")
+
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(lambda: lead(kernel, gmem, smem, functools.partial(_load, kernel, gmem, smem)))
+
+
+def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
+    """Loads one tile; `count` blocks of keys were loaded before it."""
+    config = kernel.config
+    tile = locate(kernel, gmem, index)
+    kv_head = lax.div(tile.head, i32(kernel.spec.G))
+    steps = tile.stop - tile.start
+
+    def load(name: str, n):
+        slot = lax.rem(count + n, i32(config.stages))
+
+        @pl.when(count + n >= config.stages)
+        def _():
+            plgpu.barrier_wait(smem[f"{name}_free"].at[slot])
+
+        block = tile.stop - 1 - n
+        keys = pl.ds(block * config.kv_block, config.kv_block)
+        if name == "k":
+            source = gmem["key"].at[tile.batch, keys, kv_head]
+        else:
+            source = gmem["value"].at[tile.batch, kv_head, :, keys]
+        plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem[f"{name}_ready"].at[slot])
+        if name == "k" and kernel.spec.segments:
+            plgpu.copy_gmem_to_smem(
+                gmem["kv_ids"].at[tile.batch, block], smem["ids"].at[slot], smem["k_ready"].at[slot]
+            )
+
+    @pl.when(turn > 0)
+    def _():
+        plgpu.barrier_wait(smem["q_free"])
+
+    rows = pl.ds(tile.q_tile * config.q_block, config.q_block)
+    plgpu.copy_gmem_to_smem(gmem["query"].at[tile.batch, rows, tile.head], smem["q"], smem["q_ready"])
+    load("k", i32(0))
+
+    @pl.loop(0, steps - 1)
+    def _(n):
+        load("k", n + 1)
+        load("v", n)
+
+    load("v", steps - 1)
+    return count + steps
+
+
+def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
+    """Computes one warpgroup's 64 queries of one tile."""
+    del turn
+    spec, config = kernel.spec, kernel.config
+    w = lax.axis_index("warpgroup")
+    tile = locate(kernel, gmem, index)
+    steps = tile.stop - tile.start
+    kv_head = lax.div(tile.head, i32(spec.G))
+    first_row = tile.q_tile * config.q_block + w * 64
+    q = smem["q"].at[pl.ds(w * 64, 64)]
+    H_v = smem["v"].shape[1]
+    seen = Seen(kernel, gmem, smem, tile, first_row)
+    # The last tile may have warpgroups without queries.
+    q_block = jnp.minimum(tile.q_tile * config.warpgroups + w, i32(gmem["query_scale"].shape[2] - 1))
+    q_scale = gmem["query_scale"][tile.batch, tile.head, q_block] * kernel.scale
+
+    def slot(n):
+        return lax.rem(count + n, i32(config.stages))
+
+    def scale_of(name, n):
+        return gmem[name][tile.batch, kv_head, tile.stop - 1 - n]
+
+    def softmax(s, maximum, total, n, factor):
+        """(weights in 8 bits, maximum, total, decay); maxima are of logits in base 2, weights 256 times as large."""
+        if not spec.segments:  # whose ids lie beside the keys
+            plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
+        if kernel.masked:
+            s = lax.cond(tile.partial(n), lambda s: seen.hide(s, n, slot(n)), lambda s: s, s)
+        if spec.segments:
+            plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
+        new = jnp.maximum(maximum, s.max(axis=1) * factor)
+        # A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself.
+        reference = jnp.where(new == -jnp.inf, 0.0, new) if kernel.masked else new
+        weights = jnp.exp2(s * factor - broadcast(reference - _WEIGHT_BITS, s.shape))
+        decay = jnp.exp2(maximum - reference)
+        total = total * decay + weights.sum(axis=1)
+        return weights, new, total, decay
+
+    def wait_turn():
+        if config.turns:
+            plgpu.barrier_wait(smem["turn"].at[w])
+
+    def pass_turn():
+        if config.turns:
+            plgpu.barrier_arrive(smem["turn"].at[lax.rem(w + 1, i32(config.warpgroups))])
+
+    accumulator = mosaic.ACC((64, H_v), f32)
+    plgpu.barrier_wait(smem["q_ready"])
+
+    def with_output(*whole_acc):
+        """`whole_acc` sums all blocks; without it each block has an accumulator of its own, added to `sums`."""
+        maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
+        total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
+
+        skipped = seen.skipped_blocks(steps)
+        if skipped is not None:
+
+            @pl.loop(0, skipped)
+            def _(n):
+                plgpu.barrier_wait(smem["k_ready"].at[slot(n)])
+                plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
+
+        first: Any = i32(0) if skipped is None else skipped
+
+        def first_scores(s_acc):
+            at = slot(first)
+            plgpu.barrier_wait(smem["k_ready"].at[at])
+            plgpu.wgmma(s_acc, q, smem["k"].at[at].T)
+            return s_acc[...]
+
+        s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
+        weights, maximum, total = softmax(s, maximum, total, first, q_scale * scale_of("key_scale", first))[:3]
+        weights = mosaic.as_operand(weights, fp8.E4M3)
+        if config.turns:
+            pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
+        if skipped is not None:
+
+            @pl.loop(0, skipped)
+            def _(n):
+                plgpu.barrier_wait(smem["v_ready"].at[slot(n)])
+                plgpu.barrier_arrive(smem["v_free"].at[slot(n)])
+                wait_turn()
+                pass_turn()
+
+        def step(n, carry):
+            """Scores of block n + 1, product of block n with its values."""
+            weights, maximum, total, sums = carry
+            here, there = slot(n), slot(n + 1)
+            # Read here, long before they are needed.
+            factor = q_scale * scale_of("key_scale", n + 1)
+            unit = scale_of("value_scale", n) / scale_of("value_scale", n + 1)
+
+            def with_scores(s_acc, *own_acc):
+                (product,) = own_acc or whole_acc
+                plgpu.barrier_wait(smem["k_ready"].at[there])
+                wait_turn()
+                plgpu.wgmma(s_acc, q, smem["k"].at[there].T)
+                plgpu.barrier_wait(smem["v_ready"].at[here])
+                plgpu.wgmma(product, weights, smem["v"].at[here].T)
+                pass_turn()
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1, factor)
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(smem["v_free"].at[here])
+                # Not before: a register that the running product reads must not be written, and ptxas would serialise.
+                new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
+                o = product[...]
+                decay = broadcast(decay * unit, o.shape)
+                if own_acc:
+                    return new_weights, new_maximum, new_total, ((sums[0] + o) * decay,)
+                product[...] = o * decay
+                return new_weights, new_maximum, new_total, ()
+
+            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32), *[accumulator] * config.promote)
+
+        sums = (plgpu.layout_cast(jnp.zeros((64, H_v), f32), plgpu.Layout.WGMMA),) * config.promote
+        weights, maximum, total, sums = lax.fori_loop(first, steps - 1, step, (weights, maximum, total, sums))
+        if config.turns:
+            pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
+        plgpu.barrier_arrive(smem["q_free"])
+        last = slot(steps - 1)
+        unit = scale_of("value_scale", steps - 1)
+        plgpu.barrier_wait(smem["v_ready"].at[last])
+
+        def last_product(acc):
+            plgpu.wgmma(acc, weights, smem["v"].at[last].T)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(smem["v_free"].at[last])
+            return acc[...]
+
+        if config.promote:
+            o = sums[0] + pl.run_scoped(last_product, accumulator)
+        else:
+            o = last_product(*whole_acc)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        nothing = total == 0.0
+        inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))
+        lse = jnp.where(nothing, -jnp.inf, (maximum - _WEIGHT_BITS) * math.log(2) + jnp.log(total))
+        return o * broadcast(inverse, o.shape), lse
+
+    o, lse = pl.run_scoped(with_output, *[accumulator] * (not config.promote))
+    smem["lse"][w] = lse
+    out = gmem["out"].at[tile.batch, pl.ds(first_row, 64), tile.head]
+    staging = smem["o"].at[pl.ds(w * 64, 64)]
+    width = staging.shape[1]
+    for i, part in enumerate(mosaic.columns_of(o.astype(spec.dtype), width)):
+        if i > 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = part
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, out.at[:, pl.ds(i * width, width)])
+    plgpu.copy_smem_to_gmem(smem["lse"].at[w], gmem["lse"].at[tile.batch, tile.head, pl.ds(first_row, 64)])
+    return count + steps

@@ -1,0 +1,137 @@
+"""The FP8 forward kernel: interpreted on a CPU against the float64 oracle on the operands it is given; and lowered."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.attention import fp8, hopper_fp8, hopper_fp8_config
+from pallas_kernels.attention.cases import Case
+from pallas_kernels.attention.hopper_fp8_config import Fp8Config
+from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.device import H200, Device
+from tests.mosaic.interpreter import run_interpreted
+from tests.mosaic.lowering import lower_for_cuda
+from tests.oracle import attention
+from tests.pallas_kernels.attention.test_fp8 import E4M3, facts_of
+from tests.pallas_kernels.attention.test_hopper import LOWERED_MASKS, ONE_CORE, case
+from tests.tolerance import assert_close
+
+CONFIGS = {
+    "2x64": Fp8Config(kv_block=64),
+    "2x224": Fp8Config(kv_block=224),
+    "2x96_turns_alone": Fp8Config(kv_block=96, turns=True, persistent=False),
+    "3x64_stages": Fp8Config(warpgroups=3, kv_block=64, stages=3),
+    "2x128_promote": Fp8Config(kv_block=128, promote=True),
+}
+
+
+def call(case: Case, config: Fp8Config | None, device: Device = ONE_CORE) -> tuple[Any, tuple[Any, ...]]:
+    """(function of operands and facts, these)."""
+    arguments = {name: x for name, x in case.arguments().items() if x is not None}
+    spec, facts = case.spec(), facts_of(arguments)
+    config = config or hopper_fp8_config.default(spec)
+    arrays = (arguments[name] for name in ("query", "key", "value"))
+    operands = fp8.quantise(spec, *arrays, block=config.kv_block, **facts)
+
+    def attend(operands, facts):
+        return hopper_fp8.attend_operands(
+            spec, operands, scale=spec.default_scale, config=config, device=device, **facts
+        )
+
+    return attend, (operands, facts)
+
+
+def check(case: Case, config: Fp8Config) -> None:
+    function, (operands, facts) = call(case, config)
+    out, lse = run_interpreted(function, operands, facts)
+    arguments = {name: x for name, x in case.arguments().items() if x is not None}
+    hats = zip(fp8.dequantised(operands), ("query", "key", "value"), strict=True)
+    arguments |= {name: x.swapaxes(1, 2)[:, : arguments[name].shape[1]] for x, name in hats}
+    arguments["value"] = arguments["value"][..., : case.H_v]
+    arguments["scale"] = case.spec().default_scale
+    oracle, plain = (attention(**arguments, precision=precision) for precision in (None, E4M3))
+    assert out.dtype == jnp.dtype(case.dtype) and lse.dtype == jnp.float32
+    assert_close(out, oracle.out, plain.out, "out")
+    assert_close(lse, oracle.lse, plain.lse, "lse")
+
+
+INTERPRETED = {
+    "whole": (case(T=64, S=100), "2x64"),
+    "causal": (case(T=150, S=230, N=2, is_causal=True, causal_alignment="bottom_right", H=128, H_v=128), "2x224"),
+    "segments": (case(B=2, T=130, S=130, query_runs=((0, 50), (-1, 20), (1, 60)), H=40, H_v=72), "3x64_stages"),
+    "lengths": (
+        case(B=3, T=130, S=200, query_lengths=(130, 0, 7), kv_lengths=(0, 200, 65), is_causal=True), "2x96_turns_alone",
+    ),
+    "wide": (case(T=65, S=140, H=256, H_v=256, window=(60, 5)), "2x64"),
+    "promote": (case(T=130, S=300, N=3, H=128, H_v=128), "2x128_promote"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["whole", *(pytest.param(x, marks=pytest.mark.slow) for x in list(INTERPRETED)[1:])])
+def test_interpreted(name):
+    case, config = INTERPRETED[name]
+    check(case, CONFIGS[config])
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_reaches_those_who_see_it():
+    """A key or a value with NaN or inf: NaN in all rows that see it, and no change in any other."""
+    plain = case(B=3, T=100, S=130, is_causal=True)
+    arguments = {name: x for name, x in plain.arguments().items() if x is not None}
+    arrays = [np.array(jnp.broadcast_to(arguments[n][:1], arguments[n].shape)) for n in ("query", "key", "value")]
+    arrays[1][1, 70, 0, 3], arrays[2][2, 70, 0, 5] = np.nan, np.inf
+    spec, config = plain.spec(), CONFIGS["2x64"]
+    operands = fp8.quantise(spec, *map(jnp.asarray, arrays), block=64)
+    out, lse = run_interpreted(
+        lambda x: hopper_fp8.attend_operands(spec, x, scale=0.125, config=config, device=ONE_CORE), operands
+    )
+    out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
+    for entry in (1, 2):
+        np.testing.assert_array_equal(out[entry, :70], out[0, :70])
+        np.testing.assert_array_equal(lse[entry, :70], lse[0, :70])
+        assert np.isnan(out[entry, 70:]).all() and np.isnan(lse[entry, 70:]).all()
+
+
+def lower(mask: str, dims: tuple[int, int], config: Fp8Config | None) -> None:
+    H, H_v = dims
+    changed = dataclasses.replace(LOWERED_MASKS[mask], N=2, H=H, H_v=H_v)
+    function, arguments = call(changed, config)
+    assert lower_for_cuda(function, *arguments).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 200)]
+COMBINATIONS = list(zip(LOWERED_MASKS, itertools.cycle([None, *CONFIGS]), itertools.cycle(DIMS), strict=False))
+
+
+@pytest.mark.parametrize(
+    "mask, config, dims",
+    [pytest.param(*x, marks=[pytest.mark.slow] * (i % 5 > 0)) for i, x in enumerate(COMBINATIONS)],
+    ids=str,
+)
+def test_lowers(mask, config, dims):
+    lower(mask, dims, CONFIGS[config] if config else None)
+
+
+def test_default_configurations_fit():
+    for H, H_v, S in itertools.product(range(8, 257, 8), range(8, 257, 8), (1000, 100_000)):
+        spec = AttentionSpec(B=1, T=1, S=S, N=1, K=1, H=H, H_v=H_v, dtype="bfloat16", precision="fp8")
+        config = hopper_fp8_config.default(spec)
+        reason = hopper_fp8_config.why_not(spec, H200)
+        assert (reason is not None) == (S > hopper_fp8_config.UNPROMOTED_KEYS and H_v > 128)
+        if reason is None:
+            assert config.kv_block == fp8.kv_block(spec) and config.promote == (H_v <= 128)
+            assert hopper_fp8_config.fits(spec, config), (H, H_v, config)
+            assert hopper_fp8_config.candidates(spec)[0] == config
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"warpgroups": 4}, {"kv_block": 80}, {"kv_block": 288}, {"stages": 1}, {"l2_mib": 0}], ids=str
+)
+def test_configurations_that_the_hardware_refuses(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        Fp8Config(**wrong)
