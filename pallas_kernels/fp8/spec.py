@@ -1,7 +1,7 @@
 """The facts of one product of 8-bit operands, read by validation, dispatch, tests and byte counts."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -11,8 +11,7 @@ E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 DTYPES = ("bfloat16", "float32")
 
-Scaling = Literal["tensor", "row", "block"]
-SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
+SCALINGS = ("tensor", "row", "block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Fp8Spec:
     M: int
     K: int
     N: int
-    scaling: Scaling
+    scaling: str
     dtype: str
     x_dtype: str = E4M3
     w_dtype: str = E4M3
@@ -84,12 +83,12 @@ def check_scaling(op: str, scaling: str) -> None:
         raise ValueError(f"{op}: {scaling=} - must be one of {', '.join(SCALINGS)}.")
 
 
-def x_block(scaling: Scaling, shape: tuple[int, int]) -> tuple[int, int]:
+def x_block(scaling: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of activations (M, K) that share a scale."""
     return {"tensor": shape, "row": (1, shape[1]), "block": (1, BLOCK)}[scaling]
 
 
-def w_block(scaling: Scaling, shape: tuple[int, int]) -> tuple[int, int]:
+def w_block(scaling: str, shape: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of a weight (N, K) that share a scale."""
     return {"tensor": shape, "row": (1, shape[1]), "block": (BLOCK, BLOCK)}[scaling]
 
@@ -100,7 +99,7 @@ def scale_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, in
     return rows, columns
 
 
-def make_spec(x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: Scaling, dtype: str) -> Fp8Spec:
+def make_spec(x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: str, dtype: str) -> Fp8Spec:
     """The spec of a call. Reads only `.shape` and `.dtype` of arrays.
 
     Raises ValueError, naming the argument, its shape and the right one, where they do not go together.
@@ -124,7 +123,7 @@ def make_spec(x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: Scaling,
     return spec
 
 
-def check_scales(op: str, name: str, scales: Any, right: tuple[int, int], scaling: Scaling) -> None:
+def check_scales(op: str, name: str, scales: Any, right: tuple[int, int], scaling: str) -> None:
     """Refuses scales that are not float32 of that shape."""
     if tuple(scales.shape) != right or jnp.dtype(scales.dtype).name != "float32":
         raise ValueError(

@@ -52,7 +52,7 @@ def dequantize(
 
 def by_block(values: Array, block: tuple[int, int]) -> Array:
     """(rows, columns) as (row blocks, rows of a block, column blocks, columns of a block), filled up with zeros."""
-    rows, columns = scale_shape(values.shape, block)
+    rows, columns = scale_shape((values.shape[0], values.shape[1]), block)
     height, width = (max(size, 1) for size in block)
     padding = ((0, rows * height - values.shape[0]), (0, columns * width - values.shape[1]))
     values = jnp.pad(values, padding) if any(map(any, padding)) else values
