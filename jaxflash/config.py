@@ -15,6 +15,7 @@ from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
+LinearPrecision = Literal["compute_dtype", "fp8"]
 Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
 
 
@@ -42,7 +43,8 @@ class ModelConfig:
     Sizes count elements; `head_dim` is per head; `context` is the longest sequence the rotary table is meant for;
     `sliding_window` counts the keys a query sees, itself included. `attention` names an implementation of
     `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
-    devices where a mesh cuts sequences.
+    devices where a mesh cuts sequences. `linear_precision="fp8"` rounds what the blocks' linears multiply to 8 bits, in
+    both passes (`pallas_kernels.fp8.derivative`); sums, parameters and everything else stay as they are.
     """
 
     vocab_size: int
@@ -62,6 +64,7 @@ class ModelConfig:
     sliding_window: int | None = None
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
+    linear_precision: LinearPrecision = "compute_dtype"
     attention: str | None = None
     context_parallel: ContextParallel = "ring"
     remat: Remat = "none"

@@ -5,13 +5,18 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.fp8.api import train_matmul
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.spec import OP, make_spec
 from quant.tensor import Int4Tensor
 
 
 def matmul(
-    x: Float[Array, "*batch k"], weight: Float[Array, "k n"] | Int4Tensor, bias: Float[Array, " n"] | None = None
+    x: Float[Array, "*batch k"],
+    weight: Float[Array, "k n"] | Int4Tensor,
+    bias: Float[Array, " n"] | None = None,
+    *,
+    fp8: bool = False,
 ) -> Float[Array, "*batch n"]:
     """y = x W + b in x's dtype, accumulated in float32 by the hardware. Weight and bias are cast to x's dtype.
 
@@ -19,12 +24,16 @@ def matmul(
       x: (..., K) floating.
       weight: (K, N), an array or an Int4Tensor.
       bias: (N,) or None.
+      fp8: whether x and a dense weight are rounded to 8 bits, and cotangents too (`pallas_kernels.fp8.derivative`).
 
     Raises:
       ValueError: what `w4a16_matmul` refuses.
     """
     if isinstance(weight, Int4Tensor):
         return w4a16_matmul(x, weight, bias=bias)
+    if fp8:
+        y = train_matmul(x.reshape(-1, x.shape[-1]), weight)
+        return _add(y.reshape(*x.shape[:-1], weight.shape[-1]), bias)
     return _add(x @ weight.astype(x.dtype), bias)
 
 

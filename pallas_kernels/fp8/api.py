@@ -106,7 +106,7 @@ def _of_codes(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: Any) -> Any:
     return product(spec, a, a_scale, b, b_scale)
 
 
-_trained = jax.jit(trained(_of_codes))
+_trained = trained(_of_codes)
 
 
 def train_matmul(x: Float[Array, "m k"], w: Float[Array, "k n"]) -> Float[Array, "m n"]:
