@@ -14,9 +14,9 @@ from quant.matmul import matmul
 class Linear(nnx.Module):
     """`y = x W + b` with W of shape (in, out), computed in `dtype`, accumulated in float32 by the hardware.
 
-    W is whatever `quant.matmul` multiplies with: made as an array, and an Int4Tensor once the model is quantised.
-    axes: logical names of W's two dims; the bias carries the second. precision: "fp8" rounds x, a dense W, and what comes
-    back in the reverse pass, to 8 bits before they are multiplied.
+    W is whatever `quant.matmul` multiplies with: made as an array, and packed once the model is quantised.
+    axes: logical names of W's two dims; the bias carries the second. precision: "fp8" rounds x, a dense W and the
+    cotangent of y to 8 bits before they are multiplied.
     """
 
     def __init__(
