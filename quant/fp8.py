@@ -48,7 +48,7 @@ class Fp8Tensor:
     def validate(self) -> "Fp8Tensor":
         """The tensor itself, once its arrays are seen to be those of a weight of this shape and scaling.
 
-        Raises ValueError, naming the array, its shape and the right one, or values that are not finite (outside of jit).
+        Raises ValueError, naming the array, its shape and the right one, or (outside of jit) values not finite.
         """
         check_scaling(_OP, self.scaling)
         K, N = self.shape
@@ -60,8 +60,8 @@ class Fp8Tensor:
             if tuple(array.shape) != right or jnp.dtype(array.dtype).name not in dtypes:
                 raise ValueError(
                     f"{_OP}: got {name} of shape {tuple(array.shape)} and dtype {jnp.dtype(array.dtype).name} - a "
-                    f"weight of shape {self.shape} with scaling={self.scaling!r} needs {right} of {' or '.join(dtypes)}. Use "
-                    "quantize_fp8."
+                    f"weight of shape {self.shape} with scaling={self.scaling!r} needs {right} of {' or '.join(dtypes)}. "
+                    "Use quantize_fp8."
                 )
             known = isinstance(array, jax.Array) and not isinstance(array, Tracer)
             if known and not bool(jnp.isfinite(array.astype(jnp.float32)).all()):
