@@ -40,12 +40,14 @@ def load(
     step: int | None = None,
     mesh: Mesh | None = None,
     param_dtype: DType | None = None,
+    keep_fp8: bool = False,
     on_tensor: OnTensor | None = None,
 ) -> LanguageModel:
     """Loads a model: a run folder that `train` wrote, a folder from the Hugging Face Hub, or a .gguf file.
 
     Of the Hub, weights are dense, of 4 bits (GPTQ, AWQ, compressed-tensors), which become Int4Tensors code by code, or
-    FP8, which become the float32 that they stand for.
+    FP8, which become the float32 that they stand for or, with `keep_fp8`, the blocks' linears Fp8Tensors, byte by byte:
+    their products then round activations to 8 bits as well (W8A8), by tensor, row or 1 x 128 as the weights' scales are.
 
     step: which checkpoint of a run (None: the newest). mesh: where the parameters go by rule, each process reading only
     its slices (None: the first device). param_dtype: None is the run's own or, of other files, the one that holds every
@@ -63,7 +65,7 @@ def load(
         return _load_run(path, step, mesh, param_dtype)
     if step is not None:
         raise ValueError(f"load: {step=} - only run folders have steps, and {str(path)!r} is none. Leave it out.")
-    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
+    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path, keep_fp8=keep_fp8)
     tokenizer = foreign_tokenizer(path)
     config, params = load_params(opened, mesh, param_dtype=param_dtype, on_tensor=on_tensor)
     return LanguageModel(config, params, tokenizer)

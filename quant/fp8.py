@@ -58,10 +58,10 @@ class Fp8Tensor:
         }
         for name, (array, right, dtypes) in wanted.items():
             if tuple(array.shape) != right or jnp.dtype(array.dtype).name not in dtypes:
+                got = f"{name} of shape {tuple(array.shape)} and dtype {jnp.dtype(array.dtype).name}"
                 raise ValueError(
-                    f"{_OP}: got {name} of shape {tuple(array.shape)} and dtype {jnp.dtype(array.dtype).name} - a "
-                    f"weight of shape {self.shape} with scaling={self.scaling!r} needs {right} of {' or '.join(dtypes)}. "
-                    "Use quantize_fp8."
+                    f"{_OP}: got {got} - a weight of shape {self.shape} with scaling={self.scaling!r} needs {right} of "
+                    f"{' or '.join(dtypes)}. Use quantize_fp8."
                 )
             known = isinstance(array, jax.Array) and not isinstance(array, Tracer)
             if known and not bool(jnp.isfinite(array.astype(jnp.float32)).all()):

@@ -53,7 +53,10 @@ def product(
 
     Raises what `matmul` does.
     """
-    _check(spec, make_spec(x, x_scales, w, w_scales, scaling=spec.scaling, dtype=spec.dtype))
+    _check(
+        spec,
+        make_spec(x, x_scales, w, w_scales, scaling=spec.scaling, dtype=spec.dtype, power_of_two=spec.power_of_two),
+    )
     chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
     return jnp.zeros((0, spec.N), spec.dtype) if spec.empty else chosen.forward(spec, x, x_scales, w, w_scales)
 
@@ -102,7 +105,7 @@ def _check(spec: Fp8Spec, given: Fp8Spec) -> None:
 
 
 def _of_codes(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: Any) -> Any:
-    spec = make_spec(a, a_scale, b, b_scale, scaling="tensor", dtype=jnp.dtype(dtype).name)
+    spec = make_spec(a, a_scale, b, b_scale, scaling="tensor", dtype=jnp.dtype(dtype).name, power_of_two=True)
     return product(spec, a, a_scale, b, b_scale)
 
 

@@ -5,7 +5,7 @@
     tangent of y = dx W^T,    W in x's dtype, made anew
 
 `trained`, for weights that are being trained: every product of both passes has 8-bit operands with one scale a tensor,
-of the values at hand (Micikevicius et al., FP8 formats for deep learning, 2209.05433; current scaling),
+of the values at hand, a power of two (Micikevicius et al., FP8 formats for deep learning, 2209.05433; current scaling),
 
     y  = x8 w8        e4m3 x e4m3
     dx = dy8 w8^T     e5m2 x e4m3      dw = x8^T dy8     e4m3 x e5m2
@@ -82,4 +82,4 @@ def trained(product: Callable[..., Any]) -> Callable[[Any, Any], Any]:
 
 
 def _rounded(values: Array, dtype: str) -> tuple[Array, Array]:
-    return tile.quantize(values, (values.shape[0], values.shape[1]), dtype)
+    return tile.quantize(values, (values.shape[0], values.shape[1]), dtype, power_of_two=True)

@@ -43,6 +43,7 @@ _OUT = 64  # columns of y, or rows of y^T, that leave through shared memory at a
 _FEWEST_STAGES = 2
 _MOST_STAGES = 16
 _LEAST_BOX = 32  # float32 values: TMA moves 128 bytes or more
+_ALIGNED = 4  # float32 values: 16 bytes
 
 _FIRST_TURN = 4  # of the named barriers by which warpgroups take turns
 
@@ -157,7 +158,7 @@ class _Kernel:
         }
         if self.by_block:
             shapes["x_scales"] = ((self.scale_box,), "float32")
-            shapes["w_scales"] = ((self.features // BLOCK, _LEAST_BOX), "float32")  # the first of which are used
+            shapes["w_scales"] = ((self.features // BLOCK, _LEAST_BOX), "float32")  # of which a step uses one
         return shapes
 
     def parts(self, name: str) -> int:
@@ -263,7 +264,7 @@ def matmul(
     operands = {"x": x, "w": w}
     if kernel.by_block:
         operands["x_scales"] = _padded(x_scales.T, (1, kernel.scale_box))
-        operands["w_scales"] = _padded(w_scales, (1, 4))
+        operands["w_scales"] = _padded(w_scales, (1, _ALIGNED))
     else:
         scales = (jnp.broadcast_to(s, (n, 1))[:, 0] for s, n in ((x_scales, spec.M), (w_scales, spec.N)))
         whole = (kernel.token_tiles * kernel.tokens, kernel.feature_tiles * kernel.features)
@@ -449,7 +450,9 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run
             tokens = pl.ds(run.token, kernel.scale_box)
             plgpu.copy_gmem_to_smem(gmem["x_scales"].at[step, tokens], smem["x_scales"].at[slot], full)
             features = pl.ds(lax.div(run.feature, i32(BLOCK)), kernel.features // BLOCK)
-            scales = gmem["w_scales"].at[features, pl.ds(step, _LEAST_BOX)]
+            # From a multiple of 16 bytes on: TMA takes no other address (an illegal instruction, on the GPU alone).
+            first = lax.div(step, i32(_ALIGNED)) * _ALIGNED
+            scales = gmem["w_scales"].at[features, pl.ds(first, _LEAST_BOX)]
             plgpu.copy_gmem_to_smem(scales, smem["w_scales"].at[slot], full)
 
 
@@ -459,22 +462,22 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
     of_rows, of_columns = ("w", "x") if config.swapped else ("x", "w")
     w = lax.axis_index("warpgroup")
 
-    def factor(slot, block):
+    def factor(slot, step, block):
         """What the products of a step are multiplied by."""
         tokens = pl.ds(0, config.columns) if config.swapped else pl.ds(_row(block), 64)
         layout, dim = (mosaic.COLUMNS, 1) if config.swapped else (mosaic.ROWS, 0)
         scales = plgpu.load(smem["x_scales"].at[slot, tokens], layout=layout, optimized=False)
-        scales = scales * smem["w_scales"][slot, block if config.swapped else 0, 0]
+        scales = scales * smem["w_scales"][slot, block if config.swapped else 0, lax.rem(step, i32(_ALIGNED))]
         return lax.broadcast_in_dim(jnp.minimum(scales, np.finfo(np.float32).max), shape, (dim,))
 
-    def one_step(_, carry):
+    def one_step(step, carry):
         slot, sums = carry
         plgpu.barrier_wait(smem["full"].at[slot])
         added = []
         for block, total in enumerate(sums):
             if block:  # also lest ptxas begin these products before the sums above, in registers that it has not got
                 plgpu.barrier_wait(smem["rest"].at[slot])
-            by = factor(slot, block) if kernel.by_block else None
+            by = factor(slot, step, block) if kernel.by_block else None
 
             def multiply(acc, block=block):
                 a = smem[of_rows].at[slot, pl.ds(_row(block), 64)]

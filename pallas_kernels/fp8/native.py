@@ -20,10 +20,15 @@ def matmul(
     w: Float[Array, "n k"],
     w_scales: Float[Array, "n_blocks 1"],
 ) -> Float[Array, "m n"]:
-    """y = x W^T of codes, rounded to 16 bits, times the scales, rounded again.
+    """y = x W^T, rounded once where scales are powers of two; else rounded, times the scales, rounded again.
 
-    Sums are the tensor core's own, in fewer bits than float32 has.
+    Sums are the tensor core's own, in fewer bits than float32 has. A separate multiplication by the scales takes half
+    as long again at K = 2048 (H200, 2026-11-30: 1011 us for 704).
     """
+    if spec.power_of_two and spec.scaling == "tensor":
+        # XLA's name for a product of codes with one scale each. bfloat16 holds these values, so nothing is rounded.
+        a, b = (codes.astype(jnp.bfloat16) * s.astype(jnp.bfloat16) for codes, s in ((x, x_scales), (w, w_scales)))
+        return jax.lax.dot_general(a, b, _ALONG_K, preferred_element_type=jnp.dtype(spec.dtype))
     y = jax.lax.dot_general(x, w, _ALONG_K, preferred_element_type=jnp.dtype(spec.dtype))
     return (y.astype(jnp.float32) * (x_scales * w_scales.T)).astype(spec.dtype)
 

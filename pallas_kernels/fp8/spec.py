@@ -26,7 +26,8 @@ class Fp8Spec:
         row       a row of x (M, 1)              a row of W (N, 1), which is a column of y
         block     1 x 128 (M, K/128 up)          128 x 128 (N/128 up, K/128 up)
 
-    x_dtype, w_dtype: float8_e4m3fn or float8_e5m2. dtype: that of y. Raises ValueError, naming the field.
+    x_dtype, w_dtype: float8_e4m3fn or float8_e5m2. dtype: that of y. power_of_two: all scales are; then XLA takes them
+    into its product. Raises ValueError, naming the field.
     """
 
     op: ClassVar[str] = OP
@@ -38,6 +39,7 @@ class Fp8Spec:
     dtype: str
     x_dtype: str = E4M3
     w_dtype: str = E4M3
+    power_of_two: bool = False
 
     def __post_init__(self):
         if self.M < 0 or self.K < 1 or self.N < 1:
@@ -99,7 +101,9 @@ def scale_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, in
     return rows, columns
 
 
-def make_spec(x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: str, dtype: str) -> Fp8Spec:
+def make_spec(
+    x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: str, dtype: str, power_of_two: bool = False
+) -> Fp8Spec:
     """The spec of a call. Reads only `.shape` and `.dtype` of arrays.
 
     Raises ValueError, naming the argument, its shape and the right one, where they do not go together.
@@ -117,6 +121,7 @@ def make_spec(x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: str, dty
         dtype=dtype,
         x_dtype=jnp.dtype(x.dtype).name,
         w_dtype=jnp.dtype(w.dtype).name,
+        power_of_two=power_of_two,
     )
     check_scales(OP, "x_scales", x_scales, scale_shape(x.shape, x_block(scaling, x.shape)), scaling)
     check_scales(OP, "w_scales", w_scales, scale_shape(w.shape, w_block(scaling, w.shape)), scaling)

@@ -4,6 +4,7 @@ e4m3fn has no infinity and e5m2 a small one, and neither cast saturates: 464.1 b
 here comes after a clip. Source: Micikevicius et al., FP8 formats for deep learning, 2209.05433.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -26,17 +27,26 @@ def cast(values: Float[Array, "*shape"], dtype: str) -> Float[Array, "*shape"]:
 
 
 def quantize(
-    values: Float[Array, "rows columns"], block: tuple[int, int], dtype: str
+    values: Float[Array, "rows columns"], block: tuple[int, int], dtype: str, *, power_of_two: bool = False
 ) -> tuple[Float[Array, "rows columns"], Float[Array, "row_blocks column_blocks"]]:
     """(codes, scales): codes = cast(values * (1 / scale)), with one scale for every block.
 
     codes * scale differs from a value by at most 2^-4 of its size in e4m3fn, 2^-3 in e5m2, or half of the smallest code
     (2^-10 and 2^-17) times the scale. A block of zeros gives zeros, exactly.
+    power_of_two: scales are rounded up to one, so that bfloat16 holds a code times its scale.
     """
     blocks = by_block(values, block)
     scales = scales_of(jnp.abs(blocks).max(axis=(1, 3)), dtype)
+    scales = _rounded_up(scales) if power_of_two else scales
     codes = cast(blocks.astype(jnp.float32) * (1.0 / scales)[:, None, :, None], dtype)
     return _whole(codes, values.shape), scales
+
+
+def _rounded_up(scales: Float[Array, "*blocks"]) -> Float[Array, "*blocks"]:
+    """To powers of two, by the bits of a normal float32: a mantissa that is not 0 carries into the exponent."""
+    mantissa = 0x007FFFFF
+    bits = jax.lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.int32)
+    return jax.lax.bitcast_convert_type((bits + mantissa) & ~mantissa, jnp.float32)
 
 
 def dequantize(

@@ -11,7 +11,7 @@ from pallas_kernels.device import H200, Device, current_device
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.fp8 import api, hopper, native, tile
 from pallas_kernels.fp8.cases import CASES, Case
-from pallas_kernels.fp8.spec import E4M3, E5M2, Fp8Spec, make_spec, scale_shape, w_block, x_block
+from pallas_kernels.fp8.spec import E4M3, E5M2, LARGEST, Fp8Spec, make_spec, scale_shape, w_block, x_block
 from tests.pallas_kernels.fp8 import oracle
 from tests.tolerance import assert_close
 
@@ -83,7 +83,8 @@ def test_training_products_are_of_operands_rounded_once():
     dx, dw = pull(jnp.asarray(dy))
 
     def rounded(values, dtype):
-        codes, scale = tile.quantize(jnp.asarray(values), values.shape, dtype)
+        codes, scale = tile.quantize(jnp.asarray(values), values.shape, dtype, power_of_two=True)
+        assert np.log2(scale) % 1 == 0 and np.abs(np.asarray(codes).astype(np.float32)).max() > LARGEST[dtype] / 2
         return oracle.values(np.asarray(codes), np.asarray(scale), values.shape)
 
     x8, w8, dy8 = rounded(x, E4M3), rounded(w, E4M3), rounded(dy, E5M2)
