@@ -47,7 +47,7 @@ def load(
 
     Of the Hub, weights are dense, of 4 bits (GPTQ, AWQ, compressed-tensors), which become Int4Tensors code by code, or
     FP8, which become the float32 that they stand for or, with `keep_fp8`, the blocks' linears Fp8Tensors, byte by byte:
-    their products then round activations to 8 bits as well (W8A8), by tensor, row or 1 x 128 as the weights' scales are.
+    their products then round activations to 8 bits as well (W8A8), by tensor, row or 1 x 128 as weights are.
 
     step: which checkpoint of a run (None: the newest). mesh: where the parameters go by rule, each process reading only
     its slices (None: the first device). param_dtype: None is the run's own or, of other files, the one that holds every
@@ -88,7 +88,8 @@ def save(
     format: how a quantised model's weights are stored: "gptq" (version 1), "gptq_v2", "awq" or "compressed-tensors",
     each code, scale and zero point as it is (every linear is decoded again and compared), or "dense", as the numbers
     that they stand for, rounded to dtype. Of a dense model: "dense", or "fp8", in blocks of 128 x 128 with the scale
-    max|w| / 448. None: "compressed-tensors" for a quantised model, "dense" for a dense one.
+    max|w| / 448. Of Fp8Tensors: "fp8" (DeepSeek's names, of blocks) or "compressed-tensors", byte by byte, or "dense".
+    None: "fp8" for blocks of 8 bits, "compressed-tensors" for what is quantised otherwise, "dense" for a dense model.
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.

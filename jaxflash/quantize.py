@@ -31,11 +31,13 @@ from jaxflash.language_model import LanguageModel
 from jaxflash.quantize_report import gain
 from quant.awq import awq_clip, awq_scales
 from quant.fold import fold_scale, head_sources
+from quant.fp8 import quantize_fp8
 from quant.gptq import ORDERS, gptq
 from quant.observe import Statistics
-from quant.recipe import Recipe
+from quant.recipe import Fp8Recipe, Recipe
 from quant.report import Report, column_objectives, measure, objective
 from quant.rtn import round_to_nearest
+from quant.split import is_weight
 from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
 
@@ -63,7 +65,7 @@ METHODS = {
 
 def quantize(
     model: LanguageModel,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Fp8Recipe | None = None,
     batches: Iterable[Batch] | None = None,
     *,
     method: str | None = None,
@@ -73,13 +75,13 @@ def quantize(
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
 ) -> LanguageModel:
-    """The model with the weights of its blocks in 4 bits. `generate` and `evaluate` take it as they took the model.
+    """The model with the weights of its blocks in 4 bits, or in FP8. `generate` and `evaluate` take it as they took the model.
 
     Gradients by what is still dense, or by adapters, flow through the packed weights.
 
     Args:
       model: dense; it stays as it is.
-      recipe: None is `Recipe()`, symmetric groups of 128 rows.
+      recipe: None is `Recipe()`, symmetric groups of 128 rows. An Fp8Recipe makes Fp8Tensors, rounded to nearest.
       batches: text to calibrate with, as `jaxflash.data` packs it. Every token whose `loss_mask` is set counts.
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
         codes of GPTQ for weights scaled by AWQ. None: "rtn" without batches, else "gptq".
@@ -97,13 +99,19 @@ def quantize(
         are packed already, not finite or, with batches, on several devices, a folder of another quantisation. Later:
         hidden states that are not finite.
     """
+    if isinstance(recipe, Fp8Recipe):
+        if method not in (None, "rtn") or batches is not None:
+            raise ValueError(f"{_OP}: {method=} of FP8 - weights are rounded to nearest. Leave method and batches out.")
+        dense = flatten_dict(model.params["blocks"], sep="/")
+        _check_dense(dense)
+        return _with_blocks(model, _rounded(dense, functools.partial(quantize_fp8, scaling=recipe.scaling)))
     recipe = Recipe() if recipe is None else recipe
     recipe.check_stored(_OP)
     method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
     _check_dense(dense)
     if batches is None:
-        return _with_blocks(model, _rounded(dense, recipe))
+        return _with_blocks(model, _rounded(dense, functools.partial(round_to_nearest, recipe=recipe)))
     _check_weights(dense)
     solve = functools.partial(gptq, recipe=recipe, order=order, damping=damping)
     calibration = Calibration(model.config, model.params, batches)
@@ -222,14 +230,14 @@ def _codes(
     return packed, report if rtn is None else dataclasses.replace(report, rtn=rtn)
 
 
-def _rounded(dense: BlockParams, recipe: Recipe) -> BlockParams:
+def _rounded(dense: BlockParams, one_stack: Callable[[Any], Any]) -> BlockParams:
     """Every stack of weights rounded to nearest, without looking at activations."""
 
     def one(name: str, leaf: Any) -> Any:
         if not name.endswith("/weight"):
             return leaf
         try:
-            return round_to_nearest(leaf, recipe)
+            return one_stack(leaf)
         except ValueError as error:
             raise ValueError(f"{_OP}: blocks/{name}: {error}") from error
 
@@ -256,7 +264,7 @@ def check_method(method: str | None, order: str, damping: float, calibrated: boo
 
 def _check_dense(blocks: PyTree) -> None:
     for name, leaf in blocks.items():
-        if isinstance(leaf, Int4Tensor):
+        if is_weight(leaf):
             raise ValueError(f"{_OP}: blocks/{name} is quantised already - take the dense model.")
 
 

@@ -7,7 +7,7 @@ The arrays of an Int4Tensor lead with (columns, rows) of W, so the names of W's 
     scales, zeros  (columns, groups, 64)        ("mlp", "embed", None), or ("mlp", None, None) where there is one group
     permutation    (rows,)                      (None,), since every device looks its features up itself
 
-Those of an Fp8Tensor too: codes (columns, rows); scales alike by block, (columns, None) by row, (None, None) of a tensor.
+Those of an Fp8Tensor too: codes (columns, rows); scales alike by block, (columns, None) by row, else (None, None).
 """
 
 import dataclasses
@@ -132,8 +132,8 @@ def _fp8_faults(
         if ways > 1 and size % (ways * BLOCK):  # on one device a last block may be short
             works = [count for count in range(1, mesh.size + 1) if count == 1 or size % (count * BLOCK) == 0]
             faults.append(
-                f"{kind}={size} in blocks of {BLOCK} over {ways} devices ({'*'.join(over)}={ways}): a boundary would cut "
-                f"a block. Make it one of {works}"
+                f"{kind}={size} in blocks of {BLOCK} over {ways} devices ({'*'.join(over)}={ways}): a boundary would "
+                f"cut a block. Make it one of {works}"
             )
     return faults
 

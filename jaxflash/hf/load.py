@@ -35,7 +35,8 @@ class Checkpoint:
     config: with the parameter dtype that holds every stored value as it is. stored: its tensors by their Hub names.
     second_head: of a tied model whose file holds the head all the same; `load_params` compares it with the table.
     scheme: of quantised weights. linears: those of 4 bits, by the names of their dense weights; FP8 ones are in
-    `stored` as float32, or in `fp8`, by parameter, to be kept as they are. checks: what is looked at before anything is placed.
+    `stored` as float32, or in `fp8`, by parameter, to be kept as they are. checks: what is looked at before
+    anything is placed.
     """
 
     config: ModelConfig

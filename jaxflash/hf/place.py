@@ -33,7 +33,7 @@ def exact_dtype(stored: Mapping[str, StoredTensor]) -> DType:
 
 
 def layout(config: ModelConfig, mesh: Mesh, packed: Mapping[tuple[str, ...], Any] | None = None) -> tuple:
-    """(shapes, shardings) of the parameters of `config` by rule on `mesh`. packed: the shapes of those that are not dense.
+    """(shapes, shardings) of the parameters of `config` by rule on `mesh`. packed: shapes of those that are not dense.
 
     Raises:
       ValueError: a mesh that the model does not divide over.

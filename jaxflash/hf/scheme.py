@@ -23,10 +23,10 @@ _ANY = Selection(patterns=("",))
 class Scheme:
     """How a checkpoint is quantised.
 
-    format: a name of quant.formats.api.FORMATS, or "fp8", or, to be written, "float-quantized". group: rows of a group, None for the whole column. symmetric,
-    ordered: whether the configuration says that all zero points are 8, and that rows are in activation order. block: of
-    FP8 scales, None for those of a tensor or of rows; by_row: which of the two, to be written. targets, ignored: the
-    linears that are quantised are those among the first and not among the second.
+    format: a name of quant.formats.api.FORMATS, or "fp8", or, to be written, "float-quantized". group: rows of a group,
+    None for the whole column. symmetric, ordered: whether the configuration says that all zero points are 8, and that
+    rows are in activation order. block: of FP8 scales, None for those of a tensor or of rows; by_row: which of the two,
+    to be written. targets, ignored: the linears that are quantised are those among the first and not the second.
     """
 
     format: str
