@@ -75,7 +75,7 @@ def quantize(
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
 ) -> LanguageModel:
-    """The model with the weights of its blocks in 4 bits, or in FP8. `generate` and `evaluate` take it as they took the model.
+    """The model with its blocks' weights in 4 bits, or FP8. `generate` and `evaluate` take it as they took the model.
 
     Gradients by what is still dense, or by adapters, flow through the packed weights.
 

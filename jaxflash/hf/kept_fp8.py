@@ -20,7 +20,7 @@ from jaxflash.hf.place import OnTensor
 from jaxflash.hf.scheme import Scheme
 from jaxflash.hf.tensors import StoredTensor
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.fp8.spec import E4M3, SCALINGS, scale_shape, w_block
+from pallas_kernels.fp8.spec import E4M3, scale_shape, w_block
 from quant.formats import fp8
 from quant.fp8 import Fp8Tensor
 
@@ -67,7 +67,9 @@ def take_fp8(
         if tensor is None or tensor.dtype != fp8.DTYPE or place.layer is None or not place.transposed:
             continue
         scales, block = find_scales(scheme, name, tensor, rest)
-        scaling = next((s for s in SCALINGS if block == w_block(s, (tensor.shape[0], tensor.shape[1]))), None)
+        scaling = "tensor" if scales.shape in ((), (1,), (1, 1)) else "row"
+        if scheme.block is not None:
+            scaling = "block" if block == fp8.BLOCK else None
         if scaling is None:
             _refuse(
                 f"scales for blocks of {block} of {name!r}", f"Kept are those of {fp8.BLOCK}, of rows, of a tensor."
