@@ -10,8 +10,7 @@ The tensor core adds 8-bit products in fewer bits than float32 has: sums of 128 
 one warpgroup adds, the other one multiplies. Where x has few rows the operands change places (`swapped`): the tile is
 then y^T, of which W gives the rows, because a wgmma has 64 of these and as few columns as there are rows of x.
 
-Whole tiles go to CTAs in turn, and the two of a `cluster` load half of x's rows each for both; or (`even`) all steps of
-all tiles are one line, cut into equal runs, one for each CTA. Whoever has the first step of a tile adds up the sums
+Whole tiles go to CTAs in turn; or (`even`) all steps of all tiles are one line, cut into equal runs, one for each CTA. Whoever has the first step of a tile adds up the sums
 that the following CTAs left in global memory, in order; they have begun with that tile, and finished long ago. That
 assumes that a grid of no more CTAs than SMs is resident at once.
 """
@@ -45,7 +44,6 @@ _MOST_STAGES = 16
 _LEAST_BOX = 32  # float32 values: TMA moves 128 bytes or more
 _ALIGNED = 4  # float32 values: 16 bytes
 
-_FIRST_TURN = 4  # of the named barriers by which warpgroups take turns
 
 i32, f32 = jnp.int32, jnp.float32
 
@@ -55,16 +53,13 @@ class Config:
     """Tile sizes and schedule.
 
     A tile has 128 `blocks` rows by `columns`: of y, or, `swapped`, of y^T. `even` cuts the steps of all tiles into runs
-    of one length; otherwise whole tiles go to clusters of `cluster` CTAs. `stages` steps are in flight, all of shared
-    memory where None.
+    of one length; otherwise whole tiles go to CTAs. `stages` steps are in flight, all of shared memory where None.
     """
 
     swapped: bool = False
     blocks: int = 2
     columns: int = 128
-    cluster: int = 1
     even: bool = False
-    turns: bool = False
     stages: int | None = None
 
     def __post_init__(self):
@@ -74,11 +69,6 @@ class Config:
             raise ValueError(
                 f"Config: {self.columns=} with {self.swapped=} - a tile of W is {BLOCK} columns wide, which share a "
                 "scale. Choose 128, or 16, 32, 64 or 128 swapped."
-            )
-        if self.cluster not in (1, 2) or (self.cluster == 2 and (self.swapped or self.even)):
-            raise ValueError(
-                f"Config: {self.cluster=} with {self.swapped=} and {self.even=} - whole tiles that are not swapped "
-                "share x. Choose 1, or 2 for those."
             )
         if self.stages is not None and not _FEWEST_STAGES <= self.stages <= _MOST_STAGES:
             raise ValueError(
@@ -127,18 +117,18 @@ class _Kernel:
         return self.spec.k_blocks
 
     @property
-    def turns(self) -> int:
-        """Tiles of all, where they go to clusters: the columns of W in whole clusters."""
-        return self.token_tiles * pl.cdiv(self.feature_tiles, self.config.cluster)
+    def tiles(self) -> int:
+        """Tiles of all."""
+        return self.token_tiles * self.feature_tiles
 
     @property
     def all_steps(self) -> int:
         """Where runs of steps go to CTAs."""
-        return self.token_tiles * self.feature_tiles * self.steps
+        return self.tiles * self.steps
 
     @property
-    def clusters(self) -> int:
-        return min(self.cores // self.config.cluster, self.all_steps if self.config.even else self.turns)
+    def ctas(self) -> int:
+        return min(self.cores, self.all_steps if self.config.even else self.tiles)
 
     @property
     def scale_box(self) -> int:
@@ -148,7 +138,7 @@ class _Kernel:
     @property
     def sums_shape(self) -> tuple[int, ...]:
         """Sums that a CTA leaves for the one before it."""
-        return self.clusters, _WARPGROUPS, self.config.blocks, 64, self.config.columns
+        return self.ctas, _WARPGROUPS, self.config.blocks, 64, self.config.columns
 
     def stage_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of one stage of every ring."""
@@ -199,19 +189,18 @@ def candidates(spec: Fp8Spec, device: Device) -> list[Config]:
         swapped = Config(swapped=True, columns=narrow, blocks=1)
         every += [dataclasses.replace(swapped, even=even, blocks=b) for b in (1, 2) for even in (True, False)]
     if spec.M > 64:
-        every += [Config(blocks=b, cluster=c) for b in (2, 1) for c in (2, 1)]
-        every += [Config(blocks=b, even=True) for b in (2, 1)]
+        every += [Config(blocks=b, even=even) for even in (False, True) for b in (2, 1)]
     return [config for config in dict.fromkeys(every) if _fits(spec, config, device) is None]
 
 
 def default(spec: Fp8Spec, device: Device) -> Config:
-    """Few rows: swapped, and even runs; many: whole tiles for clusters that share x."""
+    """Few rows: swapped, and even runs; many: whole tiles."""
     known = device.num_cores is not None  # CTAs that wait for each other must all be resident
     columns = next((columns for columns in (16, 32, 64) if spec.M <= columns), 128)
     if spec.M <= 256:
         return Config(swapped=True, columns=columns, blocks=1, even=known)
     tiles = pl.cdiv(spec.M, 256) * pl.cdiv(spec.N, 128)
-    return Config(blocks=2, cluster=2) if tiles >= _cores(device) or not known else Config(blocks=1, even=True)
+    return Config(blocks=2) if tiles >= _cores(device) or not known else Config(blocks=1, even=True)
 
 
 def _cores(device: Device) -> int:
@@ -223,12 +212,10 @@ def _fits(spec: Fp8Spec, config: Config, device: Device) -> str | None:
     kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
     if (need := smem_bytes(spec, config)) > SMEM_LIMIT - _RESERVED:
         return f"it needs {need} bytes of shared memory, and there are {SMEM_LIMIT - _RESERVED}"
-    if kernel.cores < config.cluster:
-        return f"there are {kernel.cores} SMs for a cluster of {config.cluster}"
     if config.even and device.num_cores is None:
         return f"CTAs wait for each other, and how many fit on {device} at a time is not known"
-    if config.even and kernel.all_steps * kernel.clusters >= 2**31:
-        return f"{kernel.all_steps} steps over {kernel.clusters} CTAs exceed the integers that they are counted in"
+    if config.even and kernel.all_steps * kernel.ctas >= 2**31:
+        return f"{kernel.all_steps} steps over {kernel.ctas} CTAs exceed the integers that they are counted in"
     return None
 
 
@@ -292,8 +279,6 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         "rest": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
     }
-    if config.cluster > 1:
-        smem["x_free"] = plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=stages)
     names = tuple(smem)
     y = jax.ShapeDtypeStruct((operands["x"].shape[0], operands["w"].shape[0]), jnp.bfloat16)
     inputs, outputs = [*operands], {"out": y}
@@ -309,10 +294,8 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         body,
         out_type=tuple(outputs.values()),
         scratch_types=list(smem.values()),
-        grid=(kernel.clusters,),
-        grid_names=("cluster",),
-        cluster=(config.cluster,),
-        cluster_names=("rank",),
+        grid=(kernel.ctas,),
+        grid_names=("cta",),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -324,7 +307,7 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
     )
     if not config.even:
         return launch(*operands.values())[0]
-    counters = kernel.clusters * _WARPGROUPS
+    counters = kernel.ctas * _WARPGROUPS
     return mosaic.with_zeros(counters, lambda left: launch(*operands.values(), left), tuple(outputs.values()))[0]
 
 
@@ -335,11 +318,7 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     @pl.when(warpgroup < _WARPGROUPS)
     def _():
         plgpu.set_max_registers(compute, action="increase")
-        if kernel.config.turns:
-            pl.when(warpgroup == 1)(lambda: mosaic.named_barrier_arrive(i32(_FIRST_TURN), 256))
         _over_runs(kernel, functools.partial(_consume, kernel, gmem, smem))
-        if kernel.config.turns:
-            pl.when(warpgroup == 0)(lambda: mosaic.named_barrier_sync(i32(_FIRST_TURN), 256))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == _WARPGROUPS)
@@ -350,10 +329,7 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
             taken = _over_runs(kernel, functools.partial(_load, kernel, gmem, smem))
             _drain(kernel, smem, taken)
 
-        if kernel.config.cluster > 1:  # Mosaic has no barriers of clusters for warps
-            walk()
-        else:
-            plgpu.warp_map(lambda warp: pl.when(warp == 0)(walk))
+        plgpu.warp_map(lambda warp: pl.when(warp == 0)(walk))
 
 
 @dataclass(frozen=True)
@@ -373,13 +349,13 @@ def _over_runs(kernel: _Kernel, one: Callable[[_Run], None]) -> Any:
 
     Tiles of a column of W follow each other: those that run at a time share its rows in the L2 cache, and x's.
     """
-    steps, cluster, clusters = i32(kernel.steps), lax.axis_index("cluster"), i32(kernel.clusters)
+    steps, cta, ctas = i32(kernel.steps), lax.axis_index("cta"), i32(kernel.ctas)
 
     def tile_of(index):
         return lax.rem(index, i32(kernel.token_tiles)), lax.div(index, i32(kernel.token_tiles))
 
     if kernel.config.even:
-        first, end = (_first_step(kernel, c) for c in (cluster, cluster + 1))
+        first, end = (_first_step(kernel, c) for c in (cta, cta + 1))
 
         @pl.loop(lax.div(first, steps), lax.div(end - 1, steps) + 1)
         def _(tile):
@@ -390,21 +366,20 @@ def _over_runs(kernel: _Kernel, one: Callable[[_Run], None]) -> Any:
 
         return end - first
 
-    turns = lax.div(kernel.turns - cluster + (clusters - 1), clusters)
+    turns = lax.div(kernel.tiles - cta + (ctas - 1), ctas)
 
     @pl.loop(0, turns)
     def _(turn):
-        token, feature = tile_of(cluster + turn * clusters)
-        feature = feature * kernel.config.cluster + lax.axis_index("rank")
+        token, feature = tile_of(cta + turn * ctas)
         run = _Run(token * kernel.tokens, feature * kernel.features, 0 * turn, 0 * turn + steps, turn * steps, turn)
         one(run)
 
     return turns * steps
 
 
-def _first_step(kernel: _Kernel, cluster: Any) -> Any:
+def _first_step(kernel: _Kernel, cta: Any) -> Any:
     """Of the run of a CTA."""
-    return lax.div(cluster * i32(kernel.all_steps), i32(kernel.clusters))
+    return lax.div(cta * i32(kernel.all_steps), i32(kernel.ctas))
 
 
 def _drain(kernel: _Kernel, smem: dict[str, Any], taken: Any) -> None:
@@ -412,15 +387,8 @@ def _drain(kernel: _Kernel, smem: dict[str, Any], taken: Any) -> None:
 
     @pl.loop(0, jnp.minimum(taken, kernel.stages))
     def _(n):
-        _wait_free(kernel, smem, lax.rem(jnp.maximum(taken - kernel.stages, 0) + n, i32(kernel.stages)))
-
-
-def _wait_free(kernel: _Kernel, smem: dict[str, Any], slot: Any) -> None:
-    """Until this CTA has read the stage, and those that load x for each other all have."""
-    plgpu.barrier_wait(smem["free"].at[slot])
-    if kernel.config.cluster > 1:
-        plgpu.barrier_arrive(smem["x_free"].at[slot])
-        plgpu.barrier_wait(smem["x_free"].at[slot])
+        slot = lax.rem(jnp.maximum(taken - kernel.stages, 0) + n, i32(kernel.stages))
+        plgpu.barrier_wait(smem["free"].at[slot])
 
 
 def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run) -> None:
@@ -434,18 +402,17 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run
 
         @pl.when(taken >= stages)
         def _():
-            _wait_free(kernel, smem, slot)
+            plgpu.barrier_wait(smem["free"].at[slot])
             mosaic.fence_async()  # scales were read by ordinary loads
 
         for name, first in (("w", run.feature), ("x", run.token)):
-            shared = "rank" if name == "x" and kernel.config.cluster > 1 else None
             # 128 rows at a time, the second of which have a barrier of their own.
             height = min(BLOCK, kernel.stage_shapes()[name][0][0])
             for part in range(kernel.parts(name)):
                 source = gmem[name].at[pl.ds(first + part * height, height), pl.ds(step * BLOCK, BLOCK)]
                 target = smem[name].at[slot, pl.ds(part * height, height)]
                 loaded = smem["rest"].at[slot] if part else full
-                plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=shared)
+                plgpu.copy_gmem_to_smem(source, target, loaded)
         if kernel.by_block:
             tokens = pl.ds(run.token, kernel.scale_box)
             plgpu.copy_gmem_to_smem(gmem["x_scales"].at[step, tokens], smem["x_scales"].at[slot], full)
@@ -460,7 +427,6 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
     """One warpgroup's blocks of a run."""
     config, shape = kernel.config, (64, kernel.config.columns)
     of_rows, of_columns = ("w", "x") if config.swapped else ("x", "w")
-    w = lax.axis_index("warpgroup")
 
     def factor(slot, step, block):
         """What the products of a step are multiplied by."""
@@ -481,11 +447,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
 
             def multiply(acc, block=block):
                 a = smem[of_rows].at[slot, pl.ds(_row(block), 64)]
-                if config.turns:
-                    mosaic.named_barrier_sync(_FIRST_TURN + w, 256)
                 plgpu.wgmma(acc, a, smem[of_columns].at[slot].T)
-                if config.turns:
-                    mosaic.named_barrier_arrive(_FIRST_TURN + 1 - w, 256)
                 return acc[...]
 
             products = pl.run_scoped(multiply, mosaic.ACC(shape, f32))
@@ -517,18 +479,18 @@ def _row(block: int) -> Any:
 
 def _leave(gmem: dict[str, Any], sums: list[Any]) -> None:
     """Of a tile that another CTA has begun."""
-    cluster, w = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     for block, total in enumerate(sums):
-        gmem["sums"].at[cluster, w, block][...] = total
-    mosaic_int4.announce(gmem["left"], cluster * _WARPGROUPS + w)
+        gmem["sums"].at[cta, w, block][...] = total
+    mosaic_int4.announce(gmem["left"], cta * _WARPGROUPS + w)
 
 
 def _collect(kernel: _Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) -> list[Any]:
     """The sums of a tile's first steps and of those that the next CTAs have."""
-    cluster, w = lax.axis_index("cluster"), lax.axis_index("warpgroup")
+    cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     # The last CTA whose first step comes before the tile's end: first_step(c) < end, solved for c.
     end = (run.tile + 1) * kernel.steps
-    last = lax.div(end * i32(kernel.clusters) - 1, i32(kernel.all_steps))
+    last = lax.div(end * i32(kernel.ctas) - 1, i32(kernel.all_steps))
 
     def add(other, sums):
         mosaic.wait_turn(gmem["left"], other * _WARPGROUPS + w, i32(1))
@@ -536,7 +498,7 @@ def _collect(kernel: _Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) 
         loaded = [plgpu.load(part, layout=mosaic.Layout.WGMMA, optimized=False) for part in parts]
         return [total + part for total, part in zip(sums, loaded, strict=True)]
 
-    return lax.fori_loop(cluster + 1, last + 1, add, sums)
+    return lax.fori_loop(cta + 1, last + 1, add, sums)
 
 
 def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run, sums: list[Any]) -> None:

@@ -50,8 +50,8 @@ def test_cases(name):
         1,
         (Case(M=20, K=300, N=200), Config(swapped=True, columns=32, blocks=1), 1),
         (Case(M=270, K=300, N=200), Config(), 1),
-        (Case(M=270, K=300, N=400), Config(cluster=2), 4),
-        (Case(M=130, K=300, N=400, scaling="row"), Config(blocks=1, cluster=2, stages=2), 2),
+        (Case(M=270, K=700, N=400), Config(stages=2), 3),
+        (Case(M=130, K=300, N=400, scaling="row"), Config(blocks=1, stages=2), 2),
         (Case(M=150, K=300, N=300), Config(swapped=True), 2),
         (Case(M=20, K=2000, N=200), Config(swapped=True, columns=16, stages=3), 1),
     ),
@@ -118,7 +118,7 @@ def test_every_candidate_lowers(M, K, N):
 
 def test_some_candidates_lower():
     spec = Fp8Spec(M=300, K=300, N=200, scaling="block", dtype="bfloat16")
-    lower(spec, Config(cluster=2))
+    lower(spec, Config())
     lower(spec, Config(swapped=True, columns=16, blocks=1, even=True))
 
 
@@ -142,7 +142,6 @@ def test_what_cannot_run_is_told_before_any_work():
     arrays = [jnp.asarray(a) for a in Case().operands()]
     calls: list[tuple[Config, Device, str]] = [
         (Config(stages=9), H200, "bytes of shared memory"),
-        (Config(cluster=2), dataclasses.replace(H200, num_cores=1), "1 SMs for a cluster of 2"),
         (Config(even=True), dataclasses.replace(H200, num_cores=None), "wait for each other.*not known"),
     ]
     for config, device, reason in calls:
@@ -156,9 +155,6 @@ def test_what_cannot_run_is_told_before_any_work():
         ({"blocks": 3}, "blocks"),
         ({"columns": 64}, "columns"),
         ({"columns": 256, "swapped": True}, "columns"),
-        ({"cluster": 4}, "cluster"),
-        ({"cluster": 2, "even": True}, "cluster"),
-        ({"cluster": 2, "swapped": True}, "cluster"),
         ({"stages": 1}, "stages"),
         ({"stages": 17}, "stages"),
     ],
