@@ -12,6 +12,10 @@ from jaxflash.demo import demo_config as demo_config
 from jaxflash.evaluate import Perplexity as Perplexity
 from jaxflash.evaluate import evaluate as evaluate
 from jaxflash.explain import explain as explain
+from jaxflash.finetune import add_adapters as add_adapters
+from jaxflash.finetune import finetune_preset as finetune_preset
+from jaxflash.finetune import merge as merge
+from jaxflash.finetune import save_adapter as save_adapter
 from jaxflash.generate import generate as generate
 from jaxflash.hf.chat import chat as chat
 from jaxflash.hf.convert import convert as convert
@@ -30,6 +34,8 @@ from pallas_kernels.dispatch import Unsupported as Unsupported
 from quant.fp8 import Fp8Tensor as Fp8Tensor
 from quant.fp8 import fp8_matmul as fp8_matmul
 from quant.fp8 import quantize_fp8 as quantize_fp8
+from quant.lora import LoraConfig as LoraConfig
+from quant.lora import LoraTensor as LoraTensor
 from quant.matmul import w4a16_matmul as w4a16_matmul
 from quant.recipe import Fp8Recipe as Fp8Recipe
 from quant.recipe import Recipe as Recipe

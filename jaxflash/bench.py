@@ -103,6 +103,7 @@ def measure(config: TrainConfig, *, warm_up: int = 5, trace: str | Path | None =
         "first_step_s": round(watch.first_step_s, 1),
         "loss_first": round(watch.records[0]["loss"], 4),
         "loss_last": round(watch.records[config.steps - 1]["loss"], 4),
+        "losses": [round(r["loss"], 4) for r in watch.records[: config.steps]],
         "mesh": {name: size for name, size in mesh.shape.items() if size > 1},
         "devices": mesh.size,
         "device": current_device().kind,

@@ -1,4 +1,4 @@
-"""The `jaxflash` command: `demo`, `train`, `generate`, `evaluate`, `quantize`, `convert`, `inspect`, `explain`.
+"""The `jaxflash` command: demo, train, launch, verify, generate, evaluate, quantize, convert, inspect, explain.
 
 Flags are the configuration's own field names.
 """
@@ -9,6 +9,7 @@ import json
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -19,25 +20,30 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeEla
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from jaxflash import checkpoint
+from jaxflash import checkpoint, verify
+from jaxflash.adapters import has_adapters
 from jaxflash.calibration import calibration_batches
+from jaxflash.combinations import SMALL
 from jaxflash.config import DType, Sampling, TrainConfig, override, preset, train_preset
 from jaxflash.corpus.documents import find_files, read_documents
 from jaxflash.corpus.tokens import default_cache_dir
 from jaxflash.demo import DemoError, demo, demo_config
 from jaxflash.evaluate import evaluate
+from jaxflash.finetune import finetune_preset, merge
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
-from jaxflash.hf.convert import TARGETS, convert, written_bytes
+from jaxflash.hf.convert import ADAPTER, TARGETS, convert, written_bytes
 from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
 from jaxflash.language_model import LanguageModel, load, save
+from jaxflash.launch import join, start
 from jaxflash.quantize import METHODS, check_method, quantize
 from jaxflash.quantize_report import summary, write_report
 from jaxflash.train import train
 from pallas_kernels.dispatch import Unsupported
 from quant.formats.api import WRITTEN
 from quant.gptq import ORDERS
+from quant.lora import LoraConfig
 from quant.recipe import Recipe
 from sharding.mesh import parse_mesh, use_cpu_devices
 from sharding.names import did_you_mean
@@ -59,15 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     A wrong call or input ends with one paragraph on stderr and exit status 2; a run stopped by a signal, saved, with
     128 plus the signal's number.
     """
-    parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for add in (
-        _add_demo, _add_train, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect, _add_explain
-    ):  # fmt: skip
-        add(commands)
-    args, extra = parser.parse_known_args(argv)
-    if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
-        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(extra)}")
+    args = _parse(argv)
     try:
         if args.cpu_devices is not None:
             use_cpu_devices(args.cpu_devices)
@@ -79,6 +77,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="jaxflash", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    for add in (
+        _add_demo, _add_train, _add_launch, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect,
+        _add_explain, _add_verify,
+    ):  # fmt: skip
+        add(commands)
+    args, extra = parser.parse_known_args(argv)
+    if extra:  # argparse itself would let the outer parser complain, which does not know the command's flags
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(extra)}")
+    return args
 
 
 def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -100,13 +112,19 @@ def _given(args: argparse.Namespace, config: type, *, skip: frozenset[str]) -> d
     return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
 
 
-def _assignments(items: Sequence[str], *, reserved: frozenset[str] = frozenset()) -> dict[str, str]:
+def _assignments(
+    items: Sequence[str],
+    *,
+    reserved: frozenset[str] = frozenset(),
+    flag: str = "--set",
+    example: str = "model.n_layers=2",
+) -> dict[str, str]:
     """What `--set KEY=VALUE` said; a key that has a flag of its own here is refused."""
     pairs = {}
     for item in items:
         key, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"--set {item!r}: must be KEY=VALUE, for instance model.n_layers=2.")
+            raise ValueError(f"{flag} {item!r}: must be KEY=VALUE, for instance {example}.")
         if key in reserved:
             raise ValueError(f"--set {item!r}: {key} has a flag of its own here. Use --{key} {value}.")
         pairs[key] = value
@@ -114,12 +132,17 @@ def _assignments(items: Sequence[str], *, reserved: frozenset[str] = frozenset()
 
 
 _DTYPES = get_args(DType)
-_NOT_FLAGS = frozenset({"model", "data", "mesh"})
+_NOT_FLAGS = frozenset({"model", "init_from", "lora", "data", "mesh"})
 
 
 def _add_train(commands: Any) -> None:
     parser = _command(commands, "train", _train, "Train a model, or continue the run in --out.")
     parser.add_argument("--preset", help="model and defaults (default: tiny, or what the run in --out has)")
+    parser.add_argument(
+        "--model", metavar="PATH", help="begin with this one: a run's folder, a Hugging Face folder, a .gguf"
+    )
+    lora = "train adapters of --model instead of its weights, for instance rank=16,alpha=32,targets='attention/(q|v)'"
+    parser.add_argument("--lora", metavar="KEY=VALUE,...", help=lora)
     parser.add_argument("--data", nargs="+", metavar="FILE", help=".txt or .jsonl files, folders, globs")
     parser.add_argument("--mesh", help="for instance fsdp=4,tensor=2")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance model.n_layers=2")
@@ -146,9 +169,52 @@ def train_config(args: argparse.Namespace) -> TrainConfig:
         changes["data"] = tuple(args.data)
     if args.mesh is not None:
         changes["mesh"] = parse_mesh(args.mesh)
+    if args.lora is not None:
+        changes["lora"] = override(LoraConfig(), _assignments(args.lora.split(","), flag="--lora", example="rank=16"))
+    if args.model is not None:
+        if args.preset is not None:
+            raise ValueError("train: --preset with --model - a run begins with one of them. Leave one out.")
+        return finetune_preset(args.model, **changes)
     if args.preset is None and args.out is not None and (Path(args.out) / "config.json").exists():
         return override(checkpoint.read_config(Path(args.out)), changes)
     return train_preset(args.preset or "tiny", **changes)
+
+
+def _add_launch(commands: Any) -> None:
+    text = "Train in several processes: of this machine (-n), of a SLURM or Open MPI job, or one by one."
+    parser = commands.add_parser("launch", help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=_launch, cpu_devices=None)
+    parser.add_argument("-n", type=int, metavar="N", help="start N processes here")
+    parser.add_argument(
+        "--devices-per-process", type=int, metavar="K", help="with -n: GPUs, or parts of the CPU (default 1)"
+    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="one by one: where process 0 listens")
+    parser.add_argument("--processes", type=int, metavar="N", help="one by one: how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="one by one: which this is, from 0")
+    parser.add_argument("--devices", type=_numbers, metavar="I,J", help="one by one: the GPUs to use (default: all)")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="train ...", help="what each of them runs")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _launch(args: argparse.Namespace) -> None:
+    inner = _parse(args.arguments)
+    if inner.command != "train":
+        raise ValueError(f"launch: {inner.command!r} runs in one process. Give `train` and its flags.")
+    train_config(inner)  # what is wrong is said once, not by every process
+    place = {name: getattr(args, name) for name in ("coordinator", "processes", "process", "devices")}
+    if args.n is None:
+        if args.devices_per_process is not None:
+            raise ValueError("launch: --devices-per-process is for -n. Give --devices, or one GPU to each task.")
+        join(lambda: main(args.arguments), **place)
+    elif any(value is not None for value in place.values()):
+        raise ValueError(
+            f"launch: -n {args.n} starts all processes here. Leave out --coordinator and what goes with it."
+        )
+    elif status := start(args.arguments, processes=args.n, devices=args.devices_per_process or 1):
+        sys.exit(status)
 
 
 def _add_generate(commands: Any) -> None:
@@ -157,6 +223,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--prompt", action="append", required=True, help="a text to continue; may be repeated")
     parser.add_argument("--chat", action="store_true", help="each prompt opens a conversation; print the reply")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: what the conversation is told first")
+    _add_adapter(parser)
     parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
     parser.add_argument("--param-dtype", choices=_DTYPES, help="default: what holds the files' values exactly")
     parser.add_argument("--stop-tokens", nargs="+", type=int, metavar="ID", help="default: what the model names")
@@ -167,7 +234,7 @@ def _generate(args: argparse.Namespace) -> None:
     sampling = override(Sampling(), _given(args, Sampling, skip=frozenset()))
     if args.system is not None and not args.chat:
         raise ValueError("generate: --system is of a conversation, and a plain prompt has none. Add --chat.")
-    model = load(args.model, step=args.step, param_dtype=args.param_dtype)
+    model = load(args.model, adapter=args.adapter, step=args.step, param_dtype=args.param_dtype)
     if args.chat:
         first = [] if args.system is None else [{"role": "system", "content": args.system}]
         for prompt in args.prompt:
@@ -178,15 +245,22 @@ def _generate(args: argparse.Namespace) -> None:
         print(prompt + text)
 
 
+def _add_adapter(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter", metavar="DIR", help="adapters of the model, in a folder as peft has it (quantize merges them)"
+    )
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="PATH", help="a run's folder, a Hugging Face folder, a .gguf")
+    _add_adapter(parser)
     parser.add_argument("--step", type=int, help="which checkpoint of a run (default: the newest)")
     parser.add_argument("--param-dtype", choices=_DTYPES, help="default: what holds the files' values exactly")
     parser.add_argument("--compute-dtype", choices=_DTYPES, help="default: the model's")
 
 
 def _load(args: argparse.Namespace) -> LanguageModel:
-    model = load(args.model, step=args.step, param_dtype=args.param_dtype)
+    model = load(args.model, adapter=args.adapter, step=args.step, param_dtype=args.param_dtype)
     compute_dtype = args.compute_dtype or model.config.compute_dtype
     return dataclasses.replace(model, config=dataclasses.replace(model.config, compute_dtype=compute_dtype))
 
@@ -232,6 +306,7 @@ def _quantize(args: argparse.Namespace) -> None:
     check_method(args.method, args.order, args.damping, args.calibration is not None)
     check_room(out, 0)
     model, batches = _load(args), None
+    model = merge(model) if has_adapters(model.params) else model
     sizes = {"rows": args.rows, "seq_len": args.seq_len, "batch_size": args.batch_size}
     if args.calibration is not None:
         batches = calibration_batches(
@@ -255,7 +330,7 @@ def _add_convert(commands: Any) -> None:
     parser = _command(commands, "convert", _convert, "Write a model as another kind of checkpoint.")
     parser.add_argument("source", metavar="SRC", help="a run's folder, a Hugging Face folder, a .gguf")
     parser.add_argument("destination", metavar="DST", help="a new folder")
-    kinds = f"{', '.join(TARGETS[:-1])} (Hugging Face folders), or {TARGETS[-1]} (a run's folder)"
+    kinds = f"{', '.join(TARGETS[:-2])} (Hugging Face folders), {ADAPTER} (of a run: peft's), or orbax (a run's folder)"
     parser.add_argument("--to", required=True, metavar="KIND", help=kinds)
     parser.add_argument(
         "--dtype", choices=(*_DTYPES, "float16"), help="of dense weights; default: what holds the values exactly"
@@ -318,6 +393,33 @@ def _add_explain(commands: Any) -> None:
 def _explain(args: argparse.Namespace) -> None:
     config = preset(args.preset)
     print(explain_prompt(config, (args.batch_size, args.seq_len), packed=args.packing == "documents"))
+
+
+def _add_verify(commands: Any) -> None:
+    text = "Train on every split of the devices, and compare with one device: no mesh may change the mathematics."
+    parser = commands.add_parser("verify", help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=_verify, cpu_devices=None)  # it splits the CPU in processes of its own
+    parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many the CPU becomes (default 8)")
+    parser.add_argument("--mesh", help="only this one, for instance stage=2,fsdp=2,tensor=2")
+    parser.add_argument("--preset", help="model and defaults (default: one of 60,000 parameters)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance model.n_layers=6")
+    parser.add_argument("--steps", type=int, default=SMALL.steps, help=f"of training (default {SMALL.steps})")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes at a time (default: one a core, to 8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every leaf")
+
+
+def _verify(args: argparse.Namespace) -> None:
+    config = SMALL if args.preset is None else train_preset(args.preset)
+    config = override(config, _assignments(args.set, reserved=frozenset({"mesh", "steps"})) | {"steps": args.steps})
+    mesh = None if args.mesh is None else parse_mesh(args.mesh)
+    findings, start = [], time.monotonic()
+    for finding in verify.verify(config, devices=args.devices, mesh=mesh, workers=args.workers):
+        findings.append(finding)
+        if not args.json:
+            print(finding, flush=True)
+    seconds = time.monotonic() - start
+    print(verify.as_json(findings, seconds) if args.json else verify.summary(findings, seconds))
+    sys.exit(not verify.proven(findings))
 
 
 if __name__ == "__main__":

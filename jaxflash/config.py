@@ -3,19 +3,21 @@
 import dataclasses
 import json
 import math
-import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxflash.fields import build, check_literals, read
 from pallas_kernels.attention.spec import ContextParallel
+from quant.lora import LoraConfig
 from sharding.names import did_you_mean
 from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
 LinearPrecision = Literal["compute_dtype", "fp8"]
+Zero = Literal[1, 3]
 Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
 
 
@@ -71,7 +73,7 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self):
-        _check_literals("ModelConfig", self)
+        check_literals("ModelConfig", self)
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig: {name}={getattr(self, name)} - must be at least 1.")
@@ -90,17 +92,24 @@ class ModelConfig:
 class TrainConfig:
     """One training run. The fields in `RESUMABLE` may differ when a run folder is continued; all others name the run.
 
-    data: files, folders or globs of .txt and .jsonl (None: the shipped corpus). tokenizer: "byte" or the path of a
-    tokenizer.json. seq_len: tokens a row; batch_size: rows an optimizer step over the whole mesh, of which
-    `accumulate` equal parts are computed one after the other: the microbatches of a pipeline, if the mesh has stages.
-    These take turns by `schedule`, each with one run of layers or, interleaved, with `stage_chunks`. Learning rate:
-    linear over `warmup_steps`, then a cosine to `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`).
+    init_from: the model to begin with, as `load` takes it (None: fresh parameters); lora: adapters to train instead of
+    its own parameters, which then stay as they are. data: files, folders or globs of .txt and .jsonl (None: the shipped
+    corpus). tokenizer: "byte", the path of a tokenizer.json, or "model": that of init_from. seq_len: tokens a row;
+    batch_size: rows an optimizer step over the whole mesh, of which `accumulate` equal parts are computed one after the
+    other: the microbatches of a pipeline, if the mesh has stages. These take turns by `schedule`, each with one run of
+    layers or, interleaved, with `stage_chunks`. zero: what the mesh axis `fsdp` splits: parameters, gradients and
+    optimizer state (3: a layer is gathered where it is used), or only the state and the sums of gradients (1: more
+    memory, and parameters are gathered once a step). Learning rate: linear over `warmup_steps`, then a cosine to
+    `final_lr_fraction` of the peak at `schedule_steps` (None: `steps`). beta1, beta2, epsilon: Adam's, as in its paper
+    (1412.6980).
     eval_every, checkpoint_every: steps (0: only at the end). eval_batches: batches an evaluation
     (0: the whole validation split).
     """
 
     model: ModelConfig
     data: tuple[str, ...] | None = None
+    init_from: str | None = None
+    lora: LoraConfig | None = None
     tokenizer: str = "byte"
     packing: Packing = "documents"
     validation_fraction: float = 0.1
@@ -115,12 +124,14 @@ class TrainConfig:
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
+    epsilon: float = 1e-8
     clip_norm: float = 1.0
     loss_chunk: int = 1024
     seed: int = 0
     mesh: Mapping[str, int] = field(default_factory=dict)
     schedule: ScheduleName = "1f1b"
     stage_chunks: int = 2
+    zero: Zero = 3
     out: str | None = None
     eval_every: int = 0
     eval_batches: int = 0
@@ -131,10 +142,13 @@ class TrainConfig:
         # JSON and callers hand over lists; a frozen dataclass keeps tuples and a plain dict.
         object.__setattr__(self, "data", None if self.data is None else tuple(map(str, _as_tuple(self.data))))
         object.__setattr__(self, "mesh", dict(self.mesh))
-        _check_literals("TrainConfig", self)
+        check_literals("TrainConfig", self)
         for name in ("seq_len", "batch_size", "accumulate", "steps", "decay_steps", "loss_chunk", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig: {name}={getattr(self, name)} - must be at least 1.")
+        for what, on in (("lora", self.lora is not None), ("tokenizer='model'", self.tokenizer == "model")):
+            if on and self.init_from is None:
+                raise ValueError(f"TrainConfig: {what} without init_from - there is no model. Set init_from (--model).")
         if self.stage_chunks < 2:
             raise ValueError(
                 f"TrainConfig: stage_chunks={self.stage_chunks} - interleaved stages have at least 2 runs of layers. "
@@ -157,8 +171,10 @@ class TrainConfig:
             raise ValueError(f"TrainConfig: validation_fraction={self.validation_fraction} - must lie between 0 and 1.")
         if not (self.learning_rate > 0 and self.clip_norm > 0):
             raise ValueError(f"TrainConfig: {self.learning_rate=} and {self.clip_norm=} must be positive.")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise ValueError(f"TrainConfig: {self.beta1=} and {self.beta2=} must lie in [0, 1).")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.epsilon > 0):
+            raise ValueError(
+                f"TrainConfig: {self.beta1=} and {self.beta2=} must lie in [0, 1), and {self.epsilon=} be positive."
+            )
         if not (self.weight_decay >= 0 and 0 <= self.final_lr_fraction <= 1):
             raise ValueError(
                 f"TrainConfig: {self.weight_decay=} must not be negative and {self.final_lr_fraction=} lie in [0, 1]."
@@ -172,7 +188,18 @@ class TrainConfig:
 
 # What may change between two calls that continue one run: how far, where, and how often it reports.
 RESUMABLE = frozenset(
-    {"steps", "mesh", "schedule", "stage_chunks", "out", "eval_every", "eval_batches", "checkpoint_every", "keep"}
+    {
+        "steps",
+        "mesh",
+        "schedule",
+        "stage_chunks",
+        "zero",
+        "out",
+        "eval_every",
+        "eval_batches",
+        "checkpoint_every",
+        "keep",
+    }
 )
 
 
@@ -293,7 +320,7 @@ def override[C](config: C, changes: Mapping[str, Any]) -> C:
         if rest:
             nested.setdefault(head, {})[rest] = value
         else:
-            flat[head] = _read(f"{type(config).__name__}.{head}", value, hints[head])
+            flat[head] = read(f"{type(config).__name__}.{head}", value, hints[head])
     for head, inner in nested.items():
         base = flat.get(head, getattr(config, head))
         if not dataclasses.is_dataclass(base):
@@ -312,7 +339,7 @@ def from_json(text: str) -> TrainConfig:
     values = json.loads(text)
     if not isinstance(values, Mapping):
         raise ValueError(f"TrainConfig: the JSON text is a {type(values).__name__} - must be an object of its fields.")
-    return _build(TrainConfig, values, "TrainConfig")
+    return build(TrainConfig, values, "TrainConfig")
 
 
 def differences(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
@@ -321,65 +348,6 @@ def differences(a: TrainConfig, b: TrainConfig) -> dict[str, tuple[Any, Any]]:
     left, right = (_flatten(dataclasses.asdict(c) | {"schedule_steps": c.decay_steps}) for c in (a, b))
     keys = [k for k in left | right if k.split(".")[0] not in RESUMABLE]
     return {k: (left.get(k), right.get(k)) for k in keys if left.get(k) != right.get(k)}
-
-
-def _build[C](cls: type[C], values: Mapping[str, Any], where: str) -> C:
-    hints = typing.get_type_hints(cls)
-    for key in values:
-        if key not in hints:
-            raise ValueError(f"{where}: unknown key {key!r}. {did_you_mean(key, hints)}")
-    kwargs = {}
-    for key, value in values.items():
-        inner = next((t for t in (hints[key], *typing.get_args(hints[key])) if dataclasses.is_dataclass(t)), None)
-        nested = inner is not None and isinstance(value, Mapping)
-        path = f"{where}.{key}"
-        kwargs[key] = _build(inner, value, path) if nested else _read(path, value, hints[key])  # type: ignore[arg-type]
-    try:
-        return cls(**kwargs)
-    except TypeError as error:
-        raise ValueError(f"{where}: {error}. Is the file from another version?") from error
-
-
-def _read(where: str, value: Any, hint: Any) -> Any:
-    """`value`, or what the string `value` says, as the type `hint`."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in options):
-        if type(None) not in options:
-            raise ValueError(f"{where}: None is not allowed.")
-        return None
-    target = next(t for t in options if t is not type(None))
-    origin, args = typing.get_origin(target), typing.get_args(target)
-    if origin is Literal:
-        what, _, name = where.rpartition(".")
-        _check_literal(what, name, value, args)
-        return value
-    try:
-        if origin is tuple:
-            items = [part for part in value.split(",") if part] if isinstance(value, str) else value
-            return tuple(_read(where, item, args[0]) for item in items)
-        if target is bool:
-            return value if isinstance(value, bool) else {"true": True, "false": False}[str(value).lower()]
-        if target is int and isinstance(value, float) and not value.is_integer():
-            raise ValueError
-        if target is int or target is float or target is str:
-            return target(value)
-        if not isinstance(value, origin or target):
-            raise TypeError
-    except (ValueError, TypeError, KeyError):
-        kind = getattr(target, "__name__", str(target))
-        raise ValueError(f"{where}: {value!r} is not of type {kind}. Give a {kind}.") from None
-    return value
-
-
-def _check_literals(what: str, config: Any) -> None:
-    for name, hint in typing.get_type_hints(type(config)).items():
-        if typing.get_origin(hint) is Literal:
-            _check_literal(what, name, getattr(config, name), typing.get_args(hint))
-
-
-def _check_literal(what: str, name: str, value: Any, options: tuple) -> None:
-    if value not in options:
-        raise ValueError(f"{what}: unknown {name}={value!r}. {did_you_mean(str(value), options)}")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 
 from jaxflash.corpus.documents import find_files, read_documents, shipped_corpus
 from jaxflash.corpus.tokens import default_cache_dir, tokenise
@@ -127,9 +127,18 @@ def split_documents(
 
 
 def batches(
-    source: PackedRows, *, batch_size: int, seed: int, start: int = 0, threads: int = 2, buffer: int = 8
+    source: PackedRows,
+    *,
+    batch_size: int,
+    seed: int,
+    start: int = 0,
+    own: Int[np.ndarray, " o"] | None = None,
+    threads: int = 2,
+    buffer: int = 8,
 ) -> Iterator[Batch]:
     """Endless shuffled batches of (batch_size, seq_len), beginning with batch number `start`.
+
+    own: the rows of every batch that are wanted, of 0 .. batch_size - 1, in this order; no other is read.
 
     Batch n holds places n B .. (n + 1) B - 1 of the epochs laid end to end; epoch e is a permutation of the rows that
     depends on (seed, e) alone. So batch n is a pure function of (seed, n), and n is all there is to save. A batch may
@@ -143,11 +152,17 @@ def batches(
         raise ValueError(f"data: batches of {source} - at least one row is needed. Add text or shorten seq_len.")
     if batch_size < 1 or seed < 0 or start < 0:
         raise ValueError(f"data: {batch_size=}, {seed=}, {start=} - needs batch_size >= 1, seed >= 0 and start >= 0.")
-    return _read_ahead(source, batch_size, seed, start, threads, buffer)
+    return _read_ahead(source, batch_size, seed, start, own, threads, buffer)
 
 
 def _read_ahead(
-    source: PackedRows, batch_size: int, seed: int, start: int, threads: int, buffer: int
+    source: PackedRows,
+    batch_size: int,
+    seed: int,
+    start: int,
+    own: Int[np.ndarray, " o"] | None,
+    threads: int,
+    buffer: int,
 ) -> Iterator[Batch]:
     import grain  # takes a second; `import jaxflash` and whoever only looks at rows should not pay for it
 
@@ -156,7 +171,9 @@ def _read_ahead(
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     order = grain.MapDataset.range(len(source)).shuffle(seed=hashed)
     # Not repeat() for ever: grain 0.2.18 takes its length, sys.maxsize, through a float, and a batch of 1 overflows.
-    dataset = order.repeat(_NO_END // len(source)).batch(batch_size, batch_fn=source.gather)
+    wanted = slice(None) if own is None else own
+    repeated = order.repeat(_NO_END // len(source))
+    dataset = repeated.batch(batch_size, batch_fn=lambda rows: source.gather(np.asarray(rows)[wanted]))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
     reader = iter(dataset[start:].to_iter_dataset(options))
     try:
@@ -165,8 +182,10 @@ def _read_ahead(
         reader.close()
 
 
-def validation_batches(source: PackedRows, *, batch_size: int) -> Iterator[Batch]:
-    """Every row once, in order, in batches of (batch_size, seq_len).
+def validation_batches(
+    source: PackedRows, *, batch_size: int, own: Int[np.ndarray, " o"] | None = None
+) -> Iterator[Batch]:
+    """Every row once, in order, in batches of (batch_size, seq_len). own: as `batches` takes it.
 
     The last batch is filled up with copies of the last row whose loss_mask is False, so that one compiled program
     serves all of them.
@@ -177,7 +196,7 @@ def validation_batches(source: PackedRows, *, batch_size: int) -> Iterator[Batch
     if batch_size < 1:
         raise ValueError(f"data: {batch_size=} - a batch needs at least one row. Raise it.")
     for first in range(0, len(source), batch_size):
-        indices = np.arange(first, first + batch_size)
+        indices = first + (np.arange(batch_size) if own is None else own)
         batch = source.gather(np.minimum(indices, len(source) - 1))
         batch.loss_mask[indices >= len(source)] = False
         yield batch

@@ -9,9 +9,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxflash import checkpoint
-from jaxflash.config import DType, ModelConfig
+from jaxflash.adapters import adapter_layout, freeze, join
+from jaxflash.config import DType, ModelConfig, TrainConfig
 from jaxflash.gguf.model import open_gguf
 from jaxflash.gguf.tokenizer import gguf_tokenizer
+from jaxflash.hf.adapter import read_adapter
 from jaxflash.hf.load import is_hub_folder, load_params, open_checkpoint
 from jaxflash.hf.place import OnTensor, layout
 from jaxflash.hf.save import FileDType, FileFormat, save_folder
@@ -37,6 +39,7 @@ class LanguageModel:
 def load(
     path: str | Path,
     *,
+    adapter: str | Path | None = None,
     step: int | None = None,
     mesh: Mesh | None = None,
     param_dtype: DType | None = None,
@@ -49,6 +52,9 @@ def load(
     FP8, which become the float32 that they stand for or, with `keep_fp8`, the blocks' linears Fp8Tensors, byte by byte:
     their products then round activations to 8 bits as well (W8A8), by tensor, row or 1 x 128 as weights are.
 
+    adapter: a folder that peft or `save_adapter` wrote; its matrices, float32, go beside the weights they are of. A run
+    that trained adapters is its model, loaded from where it was, with them.
+
     step: which checkpoint of a run (None: the newest). mesh: where the parameters go by rule, each process reading only
     its slices (None: the first device). param_dtype: None is the run's own or, of other files, the one that holds every
     value as it is: bfloat16 if all weights are, else float32. on_tensor: called with name and bytes of each tensor read
@@ -56,19 +62,25 @@ def load(
 
     Raises:
       FileNotFoundError: no such folder, file or checkpoint, or a part of it is missing.
-      ValueError: a broken or contradictory file, another model's checkpoint, or a mesh that it does not divide over.
-      Unsupported: an architecture, a switch of one, a quantisation or a GGUF type that is not served.
+      ValueError: a broken or contradictory file, another model's checkpoint or adapter, or a mesh that it does not
+        divide over.
+      Unsupported: an architecture, a switch of one, a quantisation, a GGUF type or kind of adapter that is not served.
     """
-    path = Path(path).expanduser()
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
+    model = _load(Path(path).expanduser(), step, mesh, param_dtype, on_tensor, keep_fp8)
+    if adapter is None:
+        return model
+    lora, adapters = read_adapter(Path(adapter).expanduser(), model.config, mesh)
+    return dataclasses.replace(model, params=join(freeze(model.config, model.params, lora), adapters))
+
+
+def open_model(path: Path) -> tuple[ModelConfig, Tokenizer]:
+    """Configuration and tokenizer of what `load` takes, without its weights. Raises what `load` does."""
     if not is_foreign(path):
-        return _load_run(path, step, mesh, param_dtype)
-    if step is not None:
-        raise ValueError(f"load: {step=} - only run folders have steps, and {str(path)!r} is none. Leave it out.")
-    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path, keep_fp8=keep_fp8)
-    tokenizer = foreign_tokenizer(path)
-    config, params = load_params(opened, mesh, param_dtype=param_dtype, on_tensor=on_tensor)
-    return LanguageModel(config, params, tokenizer)
+        config = checkpoint.read_config(path)
+        return config.model, _run_tokenizer(path, config)
+    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
+    return opened.config, foreign_tokenizer(path)
 
 
 def save(
@@ -111,18 +123,42 @@ def save(
     )
 
 
+def _load(
+    path: Path, step: int | None, mesh: Mesh, param_dtype: DType | None, on_tensor: OnTensor | None, keep_fp8: bool
+) -> LanguageModel:
+    if not is_foreign(path):
+        return _load_run(path, step, mesh, param_dtype)
+    if step is not None:
+        raise ValueError(f"load: {step=} - only run folders have steps, and {str(path)!r} is none. Leave it out.")
+    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path, keep_fp8=keep_fp8)
+    tokenizer = foreign_tokenizer(path)
+    config, params = load_params(opened, mesh, param_dtype=param_dtype, on_tensor=on_tensor)
+    return LanguageModel(config, params, tokenizer)
+
+
 def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None) -> LanguageModel:
     config = checkpoint.read_config(run)
     model = config.model
-    laid_out = jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), *layout(model, mesh))
-    params, _ = checkpoint.load_params(run, laid_out, step)
-    if param_dtype is not None and param_dtype != model.param_dtype:
+    if config.lora is None:
+        params, _ = checkpoint.load_params(run, _laid_out(*layout(model, mesh)), step)
+        if param_dtype is not None and param_dtype != model.param_dtype:
+            params = jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
+    else:
+        base = load(str(config.init_from), mesh=mesh, param_dtype=param_dtype or model.param_dtype)
+        adapters, _ = checkpoint.load_params(run, _laid_out(*adapter_layout(model, config.lora, mesh)), step)
+        params = join(freeze(model, base.params, config.lora), adapters)
+    if param_dtype is not None:
         model = dataclasses.replace(model, param_dtype=param_dtype)
-        params = jax.tree.map(lambda leaf: leaf.astype(param_dtype), params)
+    return LanguageModel(model, params, _run_tokenizer(run, config))
+
+
+def _laid_out(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(lambda s, d: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=d), shapes, shardings)
+
+
+def _run_tokenizer(run: Path, config: TrainConfig) -> Tokenizer:
     tokenizer = load_tokenizer(run if config.tokenizer != "byte" else None)
-    if isinstance(tokenizer, HFTokenizer) and tokenizer.saved_prefixed:
-        tokenizer = tokenizer.prefixed()
-    return LanguageModel(model, params, tokenizer)
+    return tokenizer.prefixed() if isinstance(tokenizer, HFTokenizer) and tokenizer.saved_prefixed else tokenizer
 
 
 def is_foreign(path: Path) -> bool:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -31,13 +31,13 @@ from jaxflash.language_model import LanguageModel
 from jaxflash.quantize_report import gain
 from quant.awq import awq_clip, awq_scales
 from quant.fold import fold_scale, head_sources
-from quant.fp8 import quantize_fp8
+from quant.fp8 import Fp8Tensor, quantize_fp8
 from quant.gptq import ORDERS, gptq
+from quant.lora import LoraTensor
 from quant.observe import Statistics
 from quant.recipe import Fp8Recipe, Recipe
 from quant.report import Report, column_objectives, measure, objective
 from quant.rtn import round_to_nearest
-from quant.split import is_weight
 from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
 
@@ -80,7 +80,7 @@ def quantize(
     Gradients by what is still dense, or by adapters, flow through the packed weights.
 
     Args:
-      model: dense; it stays as it is.
+      model: dense, or with some linears packed already (not for AWQ), which keep their codes; it stays as it is.
       recipe: None is `Recipe()`, symmetric groups of 128 rows. An Fp8Recipe makes Fp8Tensors, rounded to nearest.
       batches: text to calibrate with, as `jaxflash.data` packs it. Every token whose `loss_mask` is set counts.
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
@@ -96,20 +96,20 @@ def quantize(
 
     Raises:
       ValueError: before any work: an unknown method or order, a method that lacks batches, too few tokens, weights that
-        are packed already, not finite or, with batches, on several devices, a folder of another quantisation. Later:
-        hidden states that are not finite.
+        are all packed already, have adapters, are not finite or, with batches, lie on several devices, a folder of
+        another quantisation. Later: hidden states that are not finite.
     """
     if isinstance(recipe, Fp8Recipe):
         if method not in (None, "rtn") or batches is not None:
             raise ValueError(f"{_OP}: {method=} of FP8 - weights are rounded to nearest. Leave method and batches out.")
         dense = flatten_dict(model.params["blocks"], sep="/")
-        _check_dense(dense)
+        _check_dense(dense, Method(scale=True))  # all are, or none
         return _with_blocks(model, _rounded(dense, functools.partial(quantize_fp8, scaling=recipe.scaling)))
     recipe = Recipe() if recipe is None else recipe
     recipe.check_stored(_OP)
     method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
-    _check_dense(dense)
+    _check_dense(dense, METHODS[method])
     if batches is None:
         return _with_blocks(model, _rounded(dense, functools.partial(round_to_nearest, recipe=recipe)))
     _check_weights(dense)
@@ -162,10 +162,13 @@ def quantize_block(
         scales, block = fold_scales(block, calibration, config, recipe, layer)
     records = []
     for stage in STAGES:
-        first = stage.linears[0]
+        dense = [name for name in stage.linears if not isinstance(block[f"{name}/weight"], Int4Tensor)]
+        if not dense:
+            continue
+        first = dense[0]
         seen = calibration.statistics(block, (first,))
         _check_seen(seen, layer)
-        for name in stage.linears:
+        for name in dense:
             weight = block[f"{name}/weight"]
             clip = _clip(weight, seen[first], recipe) if method.clip and name not in _UNCLIPPED else None
             packed, report = _codes(weight, seen[first], scales.get(stage), clip, method, recipe, solve)
@@ -234,7 +237,7 @@ def _rounded(dense: BlockParams, one_stack: Callable[[Any], Any]) -> BlockParams
     """Every stack of weights rounded to nearest, without looking at activations."""
 
     def one(name: str, leaf: Any) -> Any:
-        if not name.endswith("/weight"):
+        if not name.endswith("/weight") or isinstance(leaf, Int4Tensor):
             return leaf
         try:
             return one_stack(leaf)
@@ -262,14 +265,23 @@ def check_method(method: str | None, order: str, damping: float, calibrated: boo
     return method
 
 
-def _check_dense(blocks: PyTree) -> None:
-    for name, leaf in blocks.items():
-        if is_weight(leaf):
+def _check_dense(blocks: BlockParams, method: Method) -> None:
+    """Something is left to quantise; and of linears that share a scale all are, where scales are looked for."""
+    weights = {name: leaf for name, leaf in blocks.items() if name.endswith("/weight")}
+    for name, leaf in weights.items():
+        if isinstance(leaf, LoraTensor):
+            raise ValueError(f"{_OP}: blocks/{name} has an adapter - use jaxflash.merge first.")
+        if isinstance(leaf, Fp8Tensor):
             raise ValueError(f"{_OP}: blocks/{name} is quantised already - take the dense model.")
+    packed = [name for name, leaf in weights.items() if isinstance(leaf, Int4Tensor)]
+    if packed and (method.scale or len(packed) == len(weights)):
+        raise ValueError(f"{_OP}: blocks/{packed[0]} is quantised already - take the dense model.")
 
 
 def _check_weights(blocks: BlockParams) -> None:
     for name, leaf in blocks.items():
+        if isinstance(leaf, Int4Tensor):
+            continue
         spread = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
         if spread > 1:
             raise ValueError(

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from jaxflash.config import TrainConfig
 from jaxflash.loss import chunked_cross_entropy
 from jaxflash.model import abstract, axis_units, run_blocks
 from sharding import pipeline, rules
-from sharding.chunks import STAGE, collect, deal
+from sharding.chunks import STAGE, collect, deal, dealt
+from sharding.once import summed_once
 from sharding.pipeline import Stages
 from sharding.schedule import Schedule, make_schedule
 
@@ -36,10 +38,9 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
     schedule = schedule_of(config, mesh)
     if schedule is None:
         return
-    if (context := rules.ways("sequence", mesh)) > 1:
+    if config.lora is not None:
         raise ValueError(
-            f"train: stage={schedule.stages} with {context=} - a pipeline takes whole sequences. Set one of them to 1, "
-            "and use the devices for fsdp."
+            f"train: lora with stage={schedule.stages} - adapters are not trained in a pipeline. Use fsdp for memory."
         )
     layers, width = config.model.n_layers, config.model.d_model
     if schedule.stages * schedule.chunks > layers:
@@ -65,8 +66,23 @@ def check(config: TrainConfig, mesh: Mesh) -> None:
 
 
 def layout_rules(config: TrainConfig, mesh: Mesh) -> rules.Rules:
-    """Where parameters, their gradients and the optimizer's state lie."""
+    """Where gradients and the optimizer's state lie, and parameters too where all of them are split (ZeRO-3)."""
     return rules.fitted(mesh, axis_units(config.model), dealt=config.schedule == "interleaved")
+
+
+def parameter_rules(config: TrainConfig, mesh: Mesh) -> rules.Rules:
+    """Where parameters lie between steps."""
+    table = layout_rules(config, mesh)
+    return table if config.zero == 3 else rules.whole_over("fsdp", table)
+
+
+def once_axes(config: TrainConfig, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes over which gradients are added up once a step: those of the batch that split no parameter.
+
+    Without accumulation there are none: XLA adds up a layer's gradients while those of the one before are computed.
+    """
+    axes = ("data", "fsdp") if config.zero == 1 else ("data",)
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1 and config.accumulate > 1)
 
 
 class Pipeline:
@@ -75,15 +91,26 @@ class Pipeline:
     def __init__(self, config: TrainConfig, mesh: Mesh, schedule: Schedule):
         self.schedule, self._ways = schedule, rules.ways("batch", mesh)
         self._model = _stages(config, mesh, schedule.stages)
-        table, names = layout_rules(config, mesh), abstract(config.model)[2]["blocks"]
-        self._specs = jax.tree.map(lambda n: rules.spec(n, table), names, is_leaf=lambda n: isinstance(n, tuple))
+        self._once = once_axes(config, mesh)
+        axes = abstract(config.model)[2]
+        self._specs, self._split = (
+            rules.specs(axes, table) for table in (parameter_rules(config, mesh), layout_rules(config, mesh))
+        )
 
     def gradients(self, params: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         """Gradient of the mean loss over all tokens of an (M, b, T) batch in float32, the loss sum and token count."""
         shared, layers = _apart(params)
-        chunks = deal(self.schedule, layers, self._specs)
-        chunks, by_shared, (total, count) = pipeline.gradients(self.schedule, self._model, chunks, shared, batch)
-        by_layers = collect(self.schedule, chunks, self._specs, self._model.n_layers)
+        shared_split, split = _apart(self._split)
+
+        def sums(params: Any, batch: Any) -> Any:
+            chunks, shared = params
+            *grads, others = pipeline.gradients(self.schedule, self._model, chunks, shared, batch)
+            return tuple(grads), others
+
+        run = summed_once(sums, self._once, (jax.tree.map(dealt, split, is_leaf=_is_spec), shared_split))
+        chunks = deal(self.schedule, layers, self._specs["blocks"])
+        (chunks, by_shared), (total, count) = run((chunks, shared), batch)
+        by_layers = collect(self.schedule, chunks, split, self._model.n_layers)
         scale = 1.0 / jnp.maximum(count, 1.0)
         return jax.tree.map(lambda g: g * scale, by_shared | {"blocks": by_layers}), total, count
 
@@ -93,7 +120,7 @@ class Pipeline:
         batch = {name: self._a_row_a_device(x) for name, x in rows.items()}
         count = next(iter(batch.values())).shape[0]
         schedule = dataclasses.replace(self.schedule, microbatches=count)  # its delay is of no matter here
-        return pipeline.loss_sum(schedule, self._model, deal(schedule, layers, self._specs), shared, batch)
+        return pipeline.loss_sum(schedule, self._model, deal(schedule, layers, self._specs["blocks"]), shared, batch)
 
     def _a_row_a_device(self, x: Shaped[Array, "b t"]) -> Shaped[Array, "m w t"]:
         return x.reshape(self._ways, -1, x.shape[1]).swapaxes(0, 1)  # every device keeps its rows
@@ -103,10 +130,14 @@ def _apart(params: Any) -> tuple[dict, Any]:
     return {name: value for name, value in params.items() if name != "blocks"}, params["blocks"]
 
 
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
+
+
 def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
     graph, shapes, axes = abstract(config.model)
     blocks = nnx.split(nnx.merge(graph, shapes).blocks)[0]
-    table = layout_rules(config, mesh)
+    table, shards = parameter_rules(config, mesh), rules.ways("sequence", mesh)
 
     def laid_out(params: Any, names: Any) -> Any:
         """As they are stored, which their gradients are then too: sums over microbatches stay split."""
@@ -119,23 +150,29 @@ def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
     def embed(shared: Any, rows: Any) -> jax.Array:
         return model(shared).embed(rows["tokens"])
 
+    def place(params: Any) -> Any:
+        return laid_out(params, axes["blocks"])
+
     def layers(params: Any, live: jax.Array, x: jax.Array, rows: Any) -> jax.Array:
-        stack = nnx.merge(blocks, laid_out(params, axes["blocks"]))
-        return run_blocks(config.model, stack, x, rows["positions"], rows.get("segment_ids"), live=live)[0]
+        stack = nnx.merge(blocks, params)
+        ids = rows.get("segment_ids")
+        return run_blocks(config.model, stack, x, rows["positions"], ids, live=live, zigzag=shards)[0]
 
     def head(shared: Any, x: jax.Array, rows: Any, part: jax.Array) -> tuple[jax.Array, jax.Array]:
         whole = model(shared)
-        x, targets, mask = (_every_nth(a, stages, part) for a in (x, rows["targets"], rows["loss_mask"]))
-        return chunked_cross_entropy(whole.logits, whole.norm(x), targets, mask, chunk=config.loss_chunk)
+        x, targets, mask = (_every_nth(a, stages, part, shards) for a in (x, rows["targets"], rows["loss_mask"]))
+        return chunked_cross_entropy(whole.logits, whole.norm(x), targets, mask, chunk=config.loss_chunk, shards=shards)
 
-    return Stages(embed=embed, layers=layers, head=head, n_layers=config.model.n_layers)
+    return Stages(embed=embed, place=place, layers=layers, head=head, n_layers=config.model.n_layers)
 
 
-def _every_nth(x: Shaped[Array, "b t ..."], n: int, first: jax.Array) -> Shaped[Array, "b part ..."]:
-    """Places first, first + n, ... of every row, which is filled up with zeros (masked places).
+def _every_nth(x: Shaped[Array, "b t ..."], n: int, first: jax.Array, shards: int) -> Shaped[Array, "b part ..."]:
+    """Places first, first + n, ... of each of the `shards` of a row, filled up with zeros (masked places).
 
     Not a run of them: where the sequence is split over devices, each has its own part of these.
     """
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % n)] + [(0, 0)] * (x.ndim - 2))
-    x = x.reshape(x.shape[0], -1, n, *x.shape[2:])
-    return jax.lax.dynamic_index_in_dim(x, first, 2, keepdims=False)
+    rest = x.shape[2:]
+    x = x.reshape(x.shape[0], shards, -1, *rest)
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % n)] + [(0, 0)] * len(rest))
+    x = x.reshape(x.shape[0], shards, -1, n, *rest)
+    return jax.lax.dynamic_index_in_dim(x, first, 3, keepdims=False).reshape(x.shape[0], -1, *rest)

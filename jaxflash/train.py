@@ -17,24 +17,30 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxflash import checkpoint
+from jaxflash.adapters import join
 from jaxflash.checkpoint import Checkpoints, TrainState
 from jaxflash.config import TrainConfig
 from jaxflash.data import Batch, Dataset, batches, open_dataset, validation_batches
-from jaxflash.language_model import LanguageModel
+from jaxflash.language_model import LanguageModel, load, open_model
 from jaxflash.model import flops_per_token
 from jaxflash.progress import Progress, StopRequest, keep_records
 from jaxflash.stages import schedule_of
 from jaxflash.step import Program, check_layout, compile_program
 from jaxflash.tokenizer import load_tokenizer
 from pallas_kernels.device import current_device, peak_flops
+from quant import split
 from sharding.mesh import make_mesh
+
+# What may differ from the model that a run begins with: how it is computed, not what.
+_FREE = ("context", "param_dtype", "compute_dtype", "attention", "context_parallel", "remat", "init_std")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What `train` leaves behind: the configuration, every record it logged, and the trained state.
 
-    stopped: None, or why the run ended before `config.steps` (a signal); it continues where it stopped.
+    frozen: of a run with adapters, what they belong to. stopped: None, or why the run ended before `config.steps` (a
+    signal); it continues where it stopped.
     """
 
     config: TrainConfig
@@ -43,11 +49,13 @@ class Run:
     state: TrainState
     dataset: Dataset
     stopped: str | None
+    frozen: Any = None
 
     @property
     def model(self) -> LanguageModel:
         """The trained model with its tokenizer, ready for `generate`."""
-        return LanguageModel(self.config.model, self.state.params, self.dataset.tokenizer)
+        params = self.state.params if self.frozen is None else join(self.frozen, self.state.params)
+        return LanguageModel(self.config.model, params, self.dataset.tokenizer)
 
     def curve(self, name: str = "loss") -> tuple[list[int], list[float]]:
         """Steps and values of one logged quantity: "loss", "validation_loss", "grad_norm", ..."""
@@ -57,9 +65,10 @@ class Run:
 
 def open_data(config: TrainConfig) -> Dataset:
     """The corpus of a run, tokenised, split and packed as it says."""
+    of_model = config.tokenizer == "model"
     return open_dataset(
         config.data,
-        load_tokenizer(config.tokenizer),
+        open_model(Path(str(config.init_from)).expanduser())[1] if of_model else load_tokenizer(config.tokenizer),
         seq_len=config.seq_len,
         packing=config.packing,
         vocab_size=config.model.vocab_size,
@@ -71,6 +80,9 @@ def train(
     config: TrainConfig, *, on_record: Callable[[dict[str, Any]], None] | None = None, quiet: bool = False
 ) -> Run:
     """Trains, or continues, the run that `config` describes.
+
+    It begins with fresh parameters, or with those of `config.init_from`; with `config.lora` these stay as they are, and
+    the state, the optimizer and every checkpoint are of the adapters alone.
 
     With `config.out`, the folder holds configuration, metrics and checkpoints, and a later call continues it: from the
     newest checkpoint, with the batch after the last one seen, on any mesh; on the same mesh bit for bit. Without, the
@@ -84,13 +96,15 @@ def train(
     """
     mesh = make_mesh(config.mesh)
     check_layout(config, mesh)
+    _check_start(config)
     dataset = open_data(config)
     path = None if config.out is None else Path(config.out)
+    start = _load_start(config, mesh, path)
     if path is not None:
         checkpoint.open_run(path, config)
         if jax.process_index() == 0:
             dataset.tokenizer.save(path)
-    program = compile_program(config, mesh)
+    program = compile_program(config, mesh, start)
     with jax.set_mesh(mesh), StopRequest() as stop, _checkpoints(path, config) as saved:
         state, first = _start(program, saved, dataset)
         if path is not None:
@@ -101,12 +115,12 @@ def train(
         )
         with Progress(config, path, first=first, **report) as progress:
             state = _loop(config, program, dataset, state, first, saved, progress, stop)
-            return Run(config, path, progress.records, state, dataset, stop.reason)
+            return Run(config, path, progress.records, state, dataset, stop.reason, program.frozen)
 
 
 def _loop(config, program: Program, dataset: Dataset, state, first: int, saved, progress: Progress, stop) -> TrainState:
     pending = None
-    rows = _microbatches(config, batches(dataset.train, batch_size=config.batch_size, seed=config.seed, start=first))
+    rows = _microbatches(config, program, dataset, first)
     for step in range(first + 1, config.steps + 1):
         state, metrics = program.step(state, program.put(next(rows)))
         if pending is not None:
@@ -132,12 +146,40 @@ def evaluate(config: TrainConfig, program: Program, dataset: Dataset, params: An
     """Mean next-token loss in nats over the validation split (its first `eval_batches` batches, if set)."""
     sums = jax.device_put(np.zeros(2, np.float32), NamedSharding(program.mesh, P()))
     size = config.batch_size // config.accumulate
-    for i, batch in enumerate(validation_batches(dataset.validation, batch_size=size)):
+    for i, batch in enumerate(validation_batches(dataset.validation, batch_size=size, own=program.own_rows)):
         if config.eval_batches and i == config.eval_batches:
             break
         sums = program.evaluate(params, sums, program.put(_arrays(batch)))
     total, count = np.asarray(sums)
     return float(total / count) if count else math.nan
+
+
+def _check_start(config: TrainConfig) -> None:
+    """Refuses, by its headers alone, a model to begin with that is not the one of the configuration."""
+    if config.init_from is None:
+        return
+    there, _ = open_model(Path(config.init_from).expanduser())
+    a, b = (dataclasses.asdict(model) for model in (there, config.model))
+    listed = [f"{key}: {a[key]!r} there, {b[key]!r} here" for key in a if key not in _FREE and a[key] != b[key]]
+    if listed:
+        raise ValueError(
+            f"train: init_from={config.init_from!r} is not of this model ({'; '.join(listed)}) - its parameters would "
+            "not mean the same. Use finetune_preset (--model)."
+        )
+
+
+def _load_start(config: TrainConfig, mesh: Mesh, path: Path | None) -> Any:
+    """The parameters to begin with; None where they are fresh, or all in a checkpoint."""
+    resumed = path is not None and bool(checkpoint.saved_steps(path))
+    if config.init_from is None or (config.lora is None and resumed):
+        return None
+    params = load(config.init_from, mesh=mesh, param_dtype=config.model.param_dtype).params
+    if config.lora is None and any(map(split.is_weight, jax.tree.leaves(params, is_leaf=split.is_weight))):
+        raise ValueError(
+            f"train: init_from={config.init_from!r} has weights of 4 bits or with adapters - they are not trained. "
+            "Set lora for 4 bits (--lora rank=16), and merge adapters first."
+        )
+    return params
 
 
 def _start(program: Program, saved: Checkpoints | None, dataset: Dataset) -> tuple[TrainState, int]:
@@ -152,11 +194,12 @@ def _checkpoints(path: Path | None, config: TrainConfig) -> contextlib.AbstractC
     return contextlib.nullcontext() if path is None else Checkpoints(path, keep=config.keep)
 
 
-def _microbatches(config: TrainConfig, source: Iterator[Batch]) -> Iterator[dict[str, np.ndarray]]:
-    """(B, T) batches as (A, B/A, T), the order of rows kept."""
-    shape = (config.accumulate, config.batch_size // config.accumulate, config.seq_len)
-    for batch in source:
-        yield {name: array.reshape(shape) for name, array in _arrays(batch).items()}
+def _microbatches(config: TrainConfig, program: Program, dataset: Dataset, first: int) -> Iterator[dict[str, Any]]:
+    """This process's rows of every batch from number `first` on, as (A, own, T), the order of rows kept."""
+    own = program.own_rows + program.rows * np.arange(config.accumulate)[:, None]
+    facts = {"batch_size": config.batch_size, "seed": config.seed, "start": first, "own": own.ravel()}
+    for batch in batches(dataset.train, **facts):
+        yield {name: array.reshape(*own.shape, config.seq_len) for name, array in _arrays(batch).items()}
 
 
 def _arrays(batch: Batch) -> dict[str, np.ndarray]:
@@ -164,9 +207,13 @@ def _arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _mfu(config: TrainConfig, mesh: Mesh) -> float | None:
-    """MFU of one token a second over the mesh; None where the device's peak is not known."""
+    """MFU of one token a second over the mesh; None where the device's peak, or what a token takes, is not known."""
     peak = peak_flops(current_device())
-    return None if peak is None else flops_per_token(config.model, config.seq_len) / (peak * mesh.size)
+    return (
+        None
+        if peak is None or config.lora is not None
+        else flops_per_token(config.model, config.seq_len) / (peak * mesh.size)
+    )
 
 
 def _bubble(config: TrainConfig, mesh: Mesh) -> float | None:

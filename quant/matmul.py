@@ -1,5 +1,7 @@
 """Products of activations and weights, whatever the weight is made of. The one place that looks at a weight's type."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -9,12 +11,13 @@ from pallas_kernels.fp8.api import train_matmul
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.spec import OP, make_spec
 from quant.fp8 import Fp8Tensor, fp8_matmul
+from quant.lora import LoraTensor, low_rank_product
 from quant.tensor import Int4Tensor
 
 
 def matmul(
     x: Float[Array, "*batch k"],
-    weight: Float[Array, "k n"] | Int4Tensor | Fp8Tensor,
+    weight: Float[Array, "k n"] | Int4Tensor | Fp8Tensor | LoraTensor,
     bias: Float[Array, " n"] | None = None,
     *,
     fp8: bool = False,
@@ -23,13 +26,16 @@ def matmul(
 
     Args:
       x: (..., K) floating.
-      weight: (K, N), an array, an Int4Tensor, or an Fp8Tensor, for which x is rounded to 8 bits as well.
+      weight: (K, N), an array, an Int4Tensor, an Fp8Tensor, for which x is rounded to 8 bits as well, or any of them
+        with an adapter, a LoraTensor.
       bias: (N,) or None.
       fp8: whether x and a dense weight are rounded to 8 bits, and cotangents too (`pallas_kernels.fp8.derivative`).
 
     Raises:
       ValueError: what `w4a16_matmul` and `fp8_matmul` refuse.
     """
+    if isinstance(weight, LoraTensor):
+        return matmul(x, jax.lax.stop_gradient(weight.base), bias, fp8=fp8) + low_rank_product(x, weight)
     if isinstance(weight, Int4Tensor):
         return w4a16_matmul(x, weight, bias=bias)
     if isinstance(weight, Fp8Tensor):
@@ -84,6 +90,12 @@ def w4a16_matmul(
     spec = make_spec(rows, *packed, shape=w.shape, group=w.group)
     y = api.matmul(spec, rows, *packed, implementation=implementation)
     return _add(y.reshape(*x.shape[:-1], N), bias)
+
+
+def holds_packed(params: Any) -> bool:
+    """Whether any weight of a model is packed."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+    return any(isinstance(leaf, Int4Tensor) for leaf in leaves)
 
 
 def _add(y: Float[Array, "*batch n"], bias: Float[Array, " n"] | None) -> Float[Array, "*batch n"]:

@@ -8,6 +8,7 @@ The arrays of an Int4Tensor lead with (columns, rows) of W, so the names of W's 
     permutation    (rows,)                      (None,), since every device looks its features up itself
 
 Those of an Fp8Tensor too: codes (columns, rows); scales alike by block, (columns, None) by row, else (None, None).
+The matrices of an adapter are cut where W is: A (rows, None), B (None, columns).
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from jaxtyping import PyTree
 from pallas_kernels.fp8.spec import BLOCK
 from pallas_kernels.w4a16.layout import TILE, padded
 from quant.fp8 import Fp8Tensor
+from quant.lora import LoraTensor
 from quant.tensor import Int4Tensor
 from sharding import rules
 
@@ -30,14 +32,15 @@ _OP = "quant.split.check"
 
 
 def is_weight(node: Any) -> bool:
-    """Whether a node of a parameter tree is one packed weight and not a container."""
-    return isinstance(node, Int4Tensor | Fp8Tensor)
+    """Whether a node of a parameter tree is one weight of several arrays and not a container."""
+    return isinstance(node, Int4Tensor | Fp8Tensor | LoraTensor)
 
 
 def axes_of_arrays(params: PyTree, axes: PyTree) -> PyTree:
     """The logical axes of every array of `params`, from those of the dense model: for `sharding.rules.shardings`.
 
-    params: a tree in which Int4Tensors or Fp8Tensors, stacked or not, have taken the places of dense weights.
+    params: a tree in which Int4Tensors, Fp8Tensors and LoraTensors, stacked or not, have taken the places of dense
+      weights.
     axes: the tree of the dense model, whose leaves are tuples of names, one a dim of the dense weight.
     """
 
@@ -48,6 +51,10 @@ def axes_of_arrays(params: PyTree, axes: PyTree) -> PyTree:
         if isinstance(weight, Fp8Tensor):
             by_scale = {"tensor": (None, None), "row": (columns, None), "block": (columns, rows)}[weight.scaling]
             return dataclasses.replace(weight, codes=(*stacked, columns, rows), scales=(*stacked, *by_scale))
+        if isinstance(weight, LoraTensor):
+            a, b = (*stacked, rows, None), (*stacked, None, columns)
+            key = None if weight.key is None else tuple(stacked)
+            return dataclasses.replace(weight, base=one(weight.base, names), a=a, b=b, key=key)
         by_group = (*stacked, columns, rows if weight.scales.shape[-2] > 1 else None, None)
         return dataclasses.replace(
             weight,
@@ -85,7 +92,8 @@ def check(
     problems = []
 
     def collect(path: Any, weight: Any, names: rules.Names) -> None:
-        if is_weight(weight):
+        weight = weight.base if isinstance(weight, LoraTensor) else weight
+        if isinstance(weight, Int4Tensor | Fp8Tensor):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             faults: Any = _fp8_faults if isinstance(weight, Fp8Tensor) else _faults
             problems.extend(f"{name}: {fault}" for fault in faults(weight, names[-2], names[-1], mesh, table))
@@ -149,7 +157,9 @@ def _pieces(weight: Int4Tensor) -> str:
 
 def _dense(weight: Any) -> Any:
     """The dense weight that a packed one stands for; other arrays are themselves."""
-    if not is_weight(weight):
+    if isinstance(weight, LoraTensor):
+        return _dense(weight.base)
+    if not isinstance(weight, Int4Tensor | Fp8Tensor):
         return weight
     stack = weight.codes.shape[:-2] if isinstance(weight, Fp8Tensor) else weight.words.shape[:-4]
     return jax.ShapeDtypeStruct((*stack, *weight.shape), jnp.bfloat16)

@@ -37,7 +37,7 @@ def deal(schedule: Schedule, layers: PyTree, specs: PyTree) -> PyTree:
                 return jax.lax.dynamic_index_in_dim(x, jax.lax.axis_index(STAGE), 1)
             return jax.lax.all_to_all(x, STAGE, 1, dim + 2, tiled=True)
 
-        return jax.shard_map(local, in_specs=spec, out_specs=_dealt(spec), check_vma=False)(x)
+        return jax.shard_map(local, in_specs=spec, out_specs=dealt(spec), check_vma=False)(x)
 
     return jax.tree.map(one, layers, specs)
 
@@ -57,9 +57,14 @@ def collect(schedule: Schedule, chunks: PyTree, specs: PyTree, n_layers: int) ->
                 x = jax.lax.all_to_all(x, STAGE, dim + 2, 1, tiled=True)
             return x.reshape(-1, *x.shape[3:])[:n_layers]
 
-        return jax.shard_map(local, in_specs=_dealt(spec), out_specs=spec, check_vma=False)(x)
+        return jax.shard_map(local, in_specs=dealt(spec), out_specs=spec, check_vma=False)(x)
 
     return jax.tree.map(one, chunks, specs)
+
+
+def dealt(spec: P) -> P:
+    """The layout of a (v, S, capacity, ...) array that is stored by `spec`."""
+    return P(None, STAGE, None, *(tuple(axis for axis in _axes(entry) if axis != STAGE) or None for entry in spec[1:]))
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -69,8 +74,3 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def _dim(spec: P) -> int | None:
     """The dim that is split over stages."""
     return next((dim for dim, entry in enumerate(spec) if STAGE in _axes(entry)), None)
-
-
-def _dealt(spec: P) -> P:
-    """The layout of a (v, S, capacity, ...) array that is stored by `spec`."""
-    return P(None, STAGE, None, *(tuple(axis for axis in _axes(entry) if axis != STAGE) or None for entry in spec[1:]))

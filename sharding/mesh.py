@@ -143,16 +143,16 @@ def _nearest(wanted: Mapping[str, int], count: int) -> str:
         steps = sum(abs(math.log2(size / want)) for size, want in zip(sizes, asked, strict=True) if want != -1)
         return steps, sizes[::-1]  # among equals, the one that asks least of the inner axes
 
-    best = min(_factorisations(count, len(AXES)), key=distance)
+    best = min(factorisations(count, len(AXES)), key=distance)
     return _text({name: size for name, size in zip(AXES, best, strict=True) if size > 1} or {"fsdp": 1})
 
 
-def _factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorisations(count: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (count,)
         return
     for first in (size for size in range(1, count + 1) if count % size == 0):
-        for others in _factorisations(count // first, parts - 1):
+        for others in factorisations(count // first, parts - 1):
             yield (first, *others)
 
 

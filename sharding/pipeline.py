@@ -1,8 +1,9 @@
 """Pipeline schedules over the mesh axis `stage`, for any model given as functions.
 
 Time is counted in ticks. In each, every stage runs one chunk of layers forward on one microbatch and one backward on
-another, hands its results on round the ring of stages, and keeps only what entered its chunks. Which microbatch and
-chunk it is follows from the tick and the stage (`Schedule`); GPipe, 1F1B and interleaved 1F1B differ in two numbers.
+another, hands its results on round the ring of stages, and keeps what the backward needs of a chunk: what the layers'
+own rematerialisation leaves, less the parameters. Which microbatch and chunk it is follows from the tick and the stage
+(`Schedule`); GPipe, 1F1B and interleaved 1F1B differ in two numbers.
 
 The loop is one `lax.scan` in one `shard_map` that is manual over `stage` alone: other axes stay with the partitioner,
 inside the layers too. Hence no branch ever depends on the stage, or the collectives that the partitioner puts into a
@@ -29,6 +30,7 @@ class Stages:
     """A model as a pipeline sees it. `shared` are the parameters that are no layer's; `rows` is one microbatch.
 
     embed: (shared, rows) -> what enters the first layer, an array x.
+    place: parameters of a chunk, or their gradients, laid out as they are stored.
     layers: (parameters of a chunk, live, x, rows) -> x after the layers of the chunk; `live` (n,) is False for those
       that fill it up, which must pass x on. Their parameters are zeros.
     head: (shared, x, rows, part) -> (sum, count), the loss of part `part` of S of the microbatch. Every stage takes a
@@ -37,6 +39,7 @@ class Stages:
     """
 
     embed: Callable[[Any, Any], Array]
+    place: Callable[[Any], Any]
     layers: Callable[[Any, Bool[Array, " n"], Array, Any], Array]
     head: Callable[[Any, Array, Any, Int[Array, ""]], tuple[Float[Array, ""], Float[Array, ""]]]
     n_layers: int
@@ -52,7 +55,8 @@ def loss_sum(
 
         def tick(carry, t):
             received, sums = carry
-            _, y = at.forward(t, received)
+            x, slot = at.entering(t, received)
+            y = jnp.where(slot.valid, at.run(at.chunk(slot), x, slot), 0)
             last = schedule.forward_slot(t, schedule.stages - 1)
             present = last.valid & (last.chunk == schedule.chunks - 1)
 
@@ -88,9 +92,10 @@ def gradients(
 
         def forward(t, carry):
             received, stash = carry
-            x, y = at.forward(t, received)
-            entry = schedule.forward_slot(t, at.index).entry
-            return at.send_on(y), jax.lax.dynamic_update_index_in_dim(stash, x, entry, 0)
+            y, pull, slot = at.forward(t, received)
+            kept = [y, *jax.tree.leaves(pull)]
+            stash = [jax.lax.dynamic_update_index_in_dim(a, b, slot.entry, 0) for a, b in zip(stash, kept, strict=True)]
+            return at.send_on(y), stash
 
         def tick(carry, t):
             ahead, back = carry
@@ -100,7 +105,7 @@ def gradients(
             return (ahead, back), None
 
         x = jnp.zeros(at.x.shape, at.x.dtype)
-        stash = jnp.zeros((schedule.stash, *x.shape), x.dtype)
+        stash = [jnp.zeros((schedule.stash, *a.shape), a.dtype) for a in (at.x, *jax.tree.leaves(at.pull))]
         back = _Back(x, _zeros(at.chunks), _zeros(at.shared), (jnp.zeros(()), jnp.zeros(())))
         (_, back), _ = jax.lax.scan(tick, _varying(((x, stash), back)), jnp.arange(schedule.ticks))
         return jax.tree.map(lambda g: g[:, None], back.chunks), *jax.lax.psum((back.shared, back.sums), STAGE)
@@ -135,6 +140,12 @@ class _Stage:
         # As if each stage had its own, so that their gradients are added up over the stages once, at the end.
         self.shared = _varying(shared)
         self.x = jax.eval_shape(model.embed, shared, _take(batch, 0))
+        # Of a pullback, what is no array is the same for every chunk and microbatch.
+        nothing = _varying(jnp.zeros(self.x.shape, self.x.dtype))
+        self.pull = jax.eval_shape(lambda t, x: self.forward(t, x)[1], jnp.int32(0), nothing)
+
+    def chunk(self, slot: Slot) -> PyTree:
+        return self.model.place(_take(self.chunks, slot.chunk))
 
     def run(self, params: PyTree, x: Array, slot: Slot) -> Array:
         s = self.schedule
@@ -142,8 +153,8 @@ class _Stage:
         live = (slot.chunk * s.stages + self.index) * size + jnp.arange(size) < self.model.n_layers
         return self.model.layers(params, live, x, _take(self.batch, slot.microbatch))
 
-    def forward(self, t: Int[Array, ""], received: Array) -> tuple[Array, Array]:
-        """What enters the chunk of this tick, and what leaves it: zeros where there is no work."""
+    def entering(self, t: Int[Array, ""], received: Array) -> tuple[Array, Slot]:
+        """What enters the chunk of this tick's forward half, and which that is."""
         first = self.schedule.forward_slot(t, 0)
 
         def embed(_):
@@ -151,13 +162,23 @@ class _Stage:
 
         embedded = jax.lax.cond(first.valid & (first.chunk == 0), embed, lambda x: x, received)
         slot = self.schedule.forward_slot(t, self.index)
-        x = jnp.where((self.index == 0) & (slot.chunk == 0), embedded, received)
-        return x, jnp.where(slot.valid, self.run(_take(self.chunks, slot.chunk), x, slot), 0)
+        return jnp.where((self.index == 0) & (slot.chunk == 0), embedded, received), slot
 
-    def backward(self, t: Int[Array, ""], stash: Array, back: _Back) -> _Back:
+    def forward(self, t: Int[Array, ""], received: Array) -> tuple[Array, Any, Slot]:
+        """What leaves the chunk of this tick, zeros where there is no work; and its pullback, a pytree.
+
+        It is without the parameters, which do not change in a step and which `backward` puts in their place.
+        """
+        x, slot = self.entering(t, received)
+        y, pull = jax.vjp(lambda p, x: self.run(p, x, slot), self.chunk(slot), x, saveable_args=(False, True))
+        return jnp.where(slot.valid, y, 0), pull, slot
+
+    def backward(self, t: Int[Array, ""], stash: list[Array], back: _Back) -> _Back:
         s, model, shared = self.schedule, self.model, self.shared
         slot = s.backward_slot(t, self.index)
-        y, pull = jax.vjp(lambda p, x: self.run(p, x, slot), _take(self.chunks, slot.chunk), _take(stash, slot.entry))
+        y, *residuals = _take(stash, slot.entry)
+        pull = jax.tree.unflatten(jax.tree.structure(self.pull), residuals)
+        pull.args_res = (self.chunk(slot), pull.args_res[1])
         end = s.backward_slot(t, s.stages - 1)
 
         def pull_head(grads, sums):
@@ -176,7 +197,7 @@ class _Stage:
             back.sums,
         )
         by_chunk, dx = pull(jnp.where((self.index == s.stages - 1) & (slot.chunk == s.chunks - 1), dy, back.received))
-        by_chunk = jax.tree.map(lambda g: jnp.where(slot.valid, g, 0), by_chunk)
+        by_chunk = jax.tree.map(lambda g: jnp.where(slot.valid, g, 0), self.model.place(by_chunk))
         dx = jnp.where(slot.valid, dx, 0)
         begin = s.backward_slot(t, 0)
 
@@ -186,8 +207,7 @@ class _Stage:
             return _plus(grads, pull(jnp.where(self.index == 0, dx, 0))[0])
 
         grads = jax.lax.cond(begin.valid & (begin.chunk == 0), pull_embed, lambda grads: grads, grads)
-        chunks = jax.tree.map(lambda a, g: a.at[slot.chunk].add(g.astype(a.dtype)), back.chunks, by_chunk)
-        return _Back(self.send_back(dx), chunks, grads, sums)
+        return _Back(self.send_back(dx), _add_at(back.chunks, by_chunk, slot.chunk), grads, sums)
 
     def from_last(self, y: Array) -> Array:
         """The last stage's array on every stage."""
@@ -203,7 +223,18 @@ class _Stage:
 
 
 def _take(tree: PyTree, index: Any) -> PyTree:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+    # The only one is no copy: of a stage's parameters, 4 % of a step.
+    return jax.tree.map(
+        lambda x: x[0] if len(x) == 1 else jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree
+    )
+
+
+def _add_at(sums: PyTree, terms: PyTree, index: Any) -> PyTree:
+    def add(a: Array, g: Array) -> Array:
+        g = g.astype(a.dtype)
+        return a + g[None] if len(a) == 1 else a.at[index].add(g)
+
+    return jax.tree.map(add, sums, terms)
 
 
 def _zeros(tree: PyTree) -> PyTree:
@@ -224,9 +255,11 @@ def _wide(x: Array) -> Any:
 
 
 def _varying(tree: PyTree) -> PyTree:
-    """Marked as differing between stages."""
+    """Marked as differing between stages, and over the axes of a `shard_map` around this one (`sharding.once`)."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
 
     def one(x: Array) -> Array:
-        return x if STAGE in jax.typeof(x).manual_axis_type.varying else jax.lax.pcast(x, STAGE, to="varying")
+        missing = set(axes) - set(jax.typeof(x).manual_axis_type.varying)
+        return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(one, tree)

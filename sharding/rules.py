@@ -97,6 +97,16 @@ def fitted(mesh: Mesh | AbstractMesh, units: Mapping[str, int], rules: Rules = R
     return MappingProxyType({**rules, **changed})
 
 
+def whole_over(axis: str, rules: Rules = RULES) -> Rules:
+    """`rules` with parameters whole on every device of a mesh axis; rows of the batch stay split over it.
+
+    >>> spec(("embed", "mlp"), whole_over("fsdp"))
+    P(None, 'tensor')
+    """
+    kept = {name: tuple(a for a in axes if a != axis) for name, axes in rules.items() if name != "batch"}
+    return MappingProxyType({**rules, **kept})
+
+
 def copies(name: str, size: int, rules: Rules = RULES) -> int:
     """How often each of `size` parts is repeated for the parts to divide over the axes of `name`, on the mesh in force.
 
@@ -158,6 +168,11 @@ def check(
             f"check: {len(problems)} problem(s) on mesh {dict(mesh.shape)} - every shard of an array has one size. "
             "Change the mesh or the sizes:\n  " + "\n  ".join(sorted(problems))
         )
+
+
+def specs(axes: PyTree, rules: Rules = RULES) -> PyTree:
+    """A pytree of tuples of logical names -> the same pytree of `PartitionSpec`s; raises what `spec` does."""
+    return jax.tree.map(lambda names: spec(names, rules), axes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def shardings(axes: PyTree, mesh: Mesh, rules: Rules = RULES) -> PyTree:

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from jaxflash import checkpoint
+from jaxflash.adapters import abstract_adapters, has_adapters
 from jaxflash.config import DType, TrainConfig
+from jaxflash.finetune import merge, save_adapter
 from jaxflash.hf.config import from_model_config
 from jaxflash.hf.folder import check_room, new_folder, write_json
 from jaxflash.hf.inspect import Inspection, inspect
@@ -18,10 +21,12 @@ from jaxflash.hf.scheme import FP8
 from jaxflash.language_model import LanguageModel, foreign_tokenizer, is_foreign, load, save
 from jaxflash.tokenizer import ByteTokenizer, NoTokenizer
 from quant.formats.api import WRITTEN
+from quant.lora import LoraConfig
 from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
 
-TARGETS: tuple[str, ...] = (*FORMATS, "orbax")
+ADAPTER = "adapter"
+TARGETS: tuple[str, ...] = (*FORMATS, ADAPTER, "orbax")
 
 
 def convert(
@@ -38,9 +43,10 @@ def convert(
     to: "dense" for a Hub folder; "gptq", "gptq_v2", "awq" or "compressed-tensors" for one of 4-bit weights, if the
     source has them: codes, scales and zero points stay what they are, every linear is decoded again and compared, and
     what the target cannot hold is listed instead; "fp8" of a dense source; "orbax" for a run's folder, of step 0 and
-    without optimizer state, which `load` takes on any mesh. 4-bit weights become the numbers that they stand for where
-    the target is "dense" or "orbax". dtype: of the dense weights written (None: the one that holds the source's values
-    as they are). on_read, on_write: told of each tensor.
+    without optimizer state, which `load` takes on any mesh; "adapter" for the adapters of a run that trained them, as
+    peft keeps them. 4-bit weights become the numbers that they stand for where the target is "dense" or "orbax", and
+    adapters are merged. dtype: of the dense weights written (None: the one that holds the source's values as they are).
+    on_read, on_write: told of each tensor.
 
     Raises:
       ValueError: an unknown target, one that is not for such a source, or a dtype that it does not have.
@@ -57,10 +63,14 @@ def convert(
     _check_target(to, found)
     dtype = _written_dtype(to, dtype, found)
     check_room(destination, written_bytes(found, to, dtype))
-    if to != "orbax":
+    if to not in ("orbax", ADAPTER):
         from_model_config(found.config, dtype, {})
     param_dtype: DType | None = None if dtype == "float16" or found.products else dtype
     model = load(source, param_dtype=param_dtype, on_tensor=on_read)
+    if to == ADAPTER:
+        save_adapter(model, destination, base=checkpoint.read_config(source).init_from, on_tensor=on_write)
+        return
+    model = merge(model) if has_adapters(model.params) else model
     if to == "orbax":
         _write_orbax(_dense(model, "bfloat16" if dtype == "bfloat16" else "float32"), destination, on_write)
     else:
@@ -70,12 +80,23 @@ def convert(
 def written_bytes(found: Inspection, to: str, dtype: FileDType | None = None) -> int:
     """How much `convert` writes, about: zero points and groups of rows that one format stores and another does not
     apart, for which `save` looks again."""
+    if to == ADAPTER:
+        lora = _lora(found)
+        made = () if lora is None else jax.tree.leaves(abstract_adapters(found.config, lora))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in made)
     if to in WRITTEN:
         return sum(kind.nbytes for kind in found.kinds)
     return found.parameters if to == FP8 else found.parameters * jnp.dtype(_written_dtype(to, dtype, found)).itemsize
 
 
+def _lora(found: Inspection) -> LoraConfig | None:
+    """The adapters that a run has trained; None for another source."""
+    return None if is_foreign(found.path) else checkpoint.read_config(found.path).lora
+
+
 def _check_target(to: str, found: Inspection) -> None:
+    if to == ADAPTER and _lora(found) is None:
+        raise ValueError(f"convert: {to=} - the source is no run that trained adapters. Train with lora first.")
     if to in WRITTEN and not found.products:
         raise ValueError(
             f"convert: {to=} - the source has no 4-bit weights, and nothing is quantised here. Use quantize."
@@ -88,8 +109,8 @@ def _written_dtype(to: str, dtype: FileDType | None, found: Inspection) -> FileD
     """The asked dtype, or the one that holds all that will be dense as it is."""
     if dtype is not None:
         return dtype
-    if found.products and to not in WRITTEN:
-        return "float32"  # a code times a 16-bit scale
+    if (found.products or _lora(found) is not None) and to not in WRITTEN:
+        return "float32"  # a code times a 16-bit scale, or that and a sum of float32 products
     kept = [kind for kind in found.kinds if not (kind.quantised and to in WRITTEN)]
     if to != "orbax" and all(kind.precisions == ("F16",) for kind in kept):
         return "float16"  # loaded as float32, which holds it; here the files' own type is at hand

@@ -58,11 +58,13 @@ def get_size(values: Mapping[str, Any], key: str, *, least: int = 1, what: str =
     return value
 
 
-def get_positive(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def get_positive(
+    values: Mapping[str, Any], key: str, default: float | None = None, *, what: str = "config.json"
+) -> float:
     """`values[key]`, or the default where it is missing or null, or ValueError where it is no positive number."""
     value: Any = default if values.get(key) is None else values[key]
     if type(value) not in (int, float) or not 0 < value <= 1e30 or not math.isfinite(value):
-        raise ValueError(f"load: config.json has {key}={value!r} - must be a positive number.")
+        raise ValueError(f"load: {what} has {key}={value!r} - must be a positive number.")
     return float(value)
 
 

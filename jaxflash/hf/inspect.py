@@ -137,7 +137,8 @@ def inspect(path: str | Path) -> Inspection:
         tensors = [_tensor(name, opened) for name in places(config)]
         kind = "GGUF file" if path.suffix == ".gguf" else "Hugging Face folder"
     else:
-        config, products = checkpoint.read_config(path).model, ()
+        run, products = checkpoint.read_config(path), ()
+        config = run.model
         steps = checkpoint.saved_steps(path)
         size = np.dtype(jax.numpy.dtype(config.param_dtype)).itemsize
         tensors = [
@@ -145,6 +146,8 @@ def inspect(path: str | Path) -> Inspection:
             for name, place in places(config).items()
         ]
         kind = f"run folder with checkpoints of steps {steps}" if steps else "run folder without a checkpoint"
+        if run.lora is not None:
+            kind += f", of adapters of rank {run.lora.rank} for {run.init_from}, whose tensors follow"
     return Inspection(
         path=path,
         kind=kind,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import jax
 import numpy as np
 
+from jaxflash.adapters import has_adapters
 from jaxflash.config import ModelConfig
 from jaxflash.hf import safetensors
 from jaxflash.hf.config import from_model_config
@@ -19,8 +19,8 @@ from jaxflash.tokenizer import NoTokenizer, Tokenizer
 from quant.formats.api import WRITTEN
 from quant.formats.fp8 import BLOCK
 from quant.fp8 import Fp8Tensor
+from quant.matmul import holds_packed
 from quant.split import is_weight
-from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
 
 FileDType = Literal["float32", "bfloat16", "float16"]
@@ -49,8 +49,11 @@ def save_folder(
       FileExistsError: `path` exists and is not an empty folder.
       OSError: too little free space, found before anything is written; or the first process failed, told to the others.
       Unsupported: no published architecture has this configuration's switches, or the format cannot hold the weights.
-      ValueError: float16 is asked for and a weight does not fit; an unknown format, or one for other weights.
+      ValueError: adapters that are not merged; float16 is asked for and a weight does not fit; a format that is
+        unknown, or for other weights.
     """
+    if has_adapters(params):
+        raise ValueError("save: the model has adapters - merge them first, or save them alone (save_adapter).")
     path = path.expanduser().resolve()
     dtype = config.param_dtype if dtype is None else dtype
     ids = token_ids(tokenizer)
@@ -72,9 +75,9 @@ def save_folder(
 def _scheme(config: ModelConfig, params: Any, format: str | None) -> tuple[Scheme | None, list[str]]:
     """(how the weights are written, None for dense; the linears that are dense all the same)."""
     leaves = jax.tree.leaves(params, is_leaf=is_weight)
-    packed = any(isinstance(leaf, Int4Tensor) for leaf in leaves)
     if format in (None, FP8, "compressed-tensors") and any(isinstance(leaf, Fp8Tensor) for leaf in leaves):
         return kept_scheme(params, format, config)
+    packed = holds_packed(params)
     if format is None:
         format = "compressed-tensors" if packed else "dense"
     if format not in FORMATS:

@@ -10,9 +10,9 @@ The tensor core adds 8-bit products in fewer bits than float32 has: sums of 128 
 one warpgroup adds, the other one multiplies. Where x has few rows the operands change places (`swapped`): the tile is
 then y^T, of which W gives the rows, because a wgmma has 64 of these and as few columns as there are rows of x.
 
-Whole tiles go to CTAs in turn; or (`even`) all steps of all tiles are one line, cut into equal runs, one for each CTA. Whoever has the first step of a tile adds up the sums
-that the following CTAs left in global memory, in order; they have begun with that tile, and finished long ago. That
-assumes that a grid of no more CTAs than SMs is resident at once.
+Whole tiles go to CTAs in turn; or (`even`) all steps of all tiles are one line, cut into equal runs, one for each CTA.
+Whoever has the first step of a tile adds up the sums that the following CTAs left in global memory, in order; they have
+begun with that tile, and finished long ago. That assumes that a grid of no more CTAs than SMs is resident at once.
 """
 
 import dataclasses

@@ -96,7 +96,8 @@ def test_a_row_is_the_trainers_own_run(packing, capsys):
     # --profile changes nothing of the steps before: the same losses as a run of six steps.
     config = override(train_preset("tiny", **changes), {"packing": packing, "steps": 6, "mesh": {"data": 1}})
     losses = train(config, quiet=True).curve()[1]
-    assert (row["loss_first"], row["loss_last"]) == (round(losses[0], 4), round(losses[-1], 4))
+    assert row["losses"] == [round(loss, 4) for loss in losses]
+    assert (row["loss_first"], row["loss_last"]) == (row["losses"][0], row["losses"][-1])
 
     assert row["packing"] == packing and row["implementation"] is None and row["attention"] == "xla_chunked"
     assert (row["remat"], row["loss_chunk"], row["commit"], row["devices"]) == ("full", 32, "abc", 1)

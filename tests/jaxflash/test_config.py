@@ -203,6 +203,8 @@ def test_rope_scaling_refuses(change, message):
         ({"learning_rate": 0.0}, "must be positive"),
         ({"learning_rate": float("nan")}, "must be positive"),
         ({"clip_norm": 0.0}, "must be positive"),
+        ({"beta2": 1.0}, "must lie in [0, 1)"),
+        ({"epsilon": 0.0}, "self.epsilon=0.0 be positive"),
         ({"packing": "docs"}, "unknown packing='docs'. Did you mean 'documents'"),
     ],
 )  # fmt: skip

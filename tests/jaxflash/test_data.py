@@ -91,6 +91,25 @@ def test_batch_n_depends_on_seed_and_n_alone(count, batch_size):
         assert whole[start * batch_size :] == resumed
 
 
+def test_a_process_reads_its_own_rows_of_the_same_batches(monkeypatch):
+    rows, mine, own = numbered_rows(11), numbered_rows(11), np.array([0, 1, 4])
+    gather, read = type(rows).gather, []
+
+    def counting(self, indices):
+        if self is mine:  # the other reader may still read ahead
+            read.append(len(indices))
+        return gather(self, indices)
+
+    monkeypatch.setattr(type(rows), "gather", counting)
+    whole = [*islice(batches(rows, batch_size=6, seed=1), 4), *validation_batches(rows, batch_size=6)]
+    parts = [*islice(batches(mine, batch_size=6, seed=1, own=own), 4)]
+    parts += validation_batches(mine, batch_size=6, own=own)
+    for part, batch in zip(parts, whole, strict=True):
+        for have, want in zip(part[:4], batch[:4], strict=True):
+            np.testing.assert_array_equal(have, want[own])
+    assert set(read) == {3}
+
+
 def test_epochs_are_permutations_that_differ():
     rows = numbered_rows(50)
     order = np.array(order_of(batches(rows, batch_size=10, seed=3), 50)).reshape(10, 50)
@@ -211,6 +230,7 @@ def test_batches_refuse(tmp_path):
     assert len(empty) == 0 and list(validation_batches(empty, batch_size=2)) == []
     with pytest.raises(ValueError, match=r"batches of DocumentRows\(0 rows.* - at least one row is needed"):
         batches(empty, batch_size=2, seed=0)  # at the call, not at the first batch
+    wrong: dict[str, Any]
     for wrong in (dict(batch_size=0, seed=0), dict(batch_size=1, seed=-1), dict(batch_size=1, seed=0, start=-1)):
         with pytest.raises(ValueError, match=r"needs batch_size >= 1, seed >= 0 and start >= 0"):
             batches(numbered_rows(2), **wrong)

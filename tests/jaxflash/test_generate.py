@@ -134,7 +134,7 @@ def test_one_token_left_is_greedy(top_k, top_p):
     ],
 )
 def test_errors_come_before_any_compilation(prompts, new, message, monkeypatch):
-    monkeypatch.setattr(module, "_run", None)
+    monkeypatch.setattr(module, "program", None)
     with pytest.raises(ValueError, match=message):
         generate_tokens(CONFIG, PARAMS, prompts, Sampling(max_new_tokens=new))
 
@@ -148,12 +148,12 @@ def test_the_longest_prompt_that_fits_is_served():
 def test_one_compilation_for_a_bucket():
     sampling = Sampling(max_new_tokens=NEW, temperature=0.5)
     generate_tokens(CONFIG, PARAMS, PROMPTS, sampling)
-    before = module._run._cache_size()
+    before = module.program(False)._cache_size()
     generate_tokens(CONFIG, PARAMS, PROMPTS, dataclasses.replace(sampling, seed=3, temperature=0.7), vocab_limit=30)
     generate_tokens(CONFIG, PARAMS, [[1] * n for n in (64, 2, 30)], sampling)
-    assert module._run._cache_size() == before
+    assert module.program(False)._cache_size() == before
     generate_tokens(CONFIG, PARAMS, [[1] * n for n in (65, 2, 30)], sampling)
-    assert module._run._cache_size() == before + 1
+    assert module.program(False)._cache_size() == before + 1
 
 
 def loop_body_dots(config, width, steps):

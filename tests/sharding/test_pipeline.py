@@ -69,7 +69,7 @@ def by_stages(mesh, schedule, n_layers, *, forward=True):
         own = jnp.broadcast_to(jnp.arange(T) % schedule.stages == part, rows["mask"].shape)
         return head(shared, x, rows | {"mask": rows["mask"] & own})
 
-    model = pipeline.Stages(embed=embed, layers=layers, head=part_of_head, n_layers=n_layers)
+    model = pipeline.Stages(embed=embed, place=lambda p: p, layers=layers, head=part_of_head, n_layers=n_layers)
 
     def run(params, shared, batch):
         chunks = deal(schedule, params, specs)

@@ -1,0 +1,146 @@
+"""Several processes: started, joined, stopped and heard; two of two devices are one of four."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxflash import launch
+from jaxflash.cli import main
+from jaxflash.config import TrainConfig, train_preset
+from jaxflash.train import train
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--set", "model.n_layers=1", "--set", "model.d_model=32", "--seq-len", "32", "--batch-size", "8"]
+FLAGS += ["--accumulate", "2", "--mesh", "data=2,fsdp=2", "--schedule-steps", "6", "--eval-batches", "2"]
+COMMAND = [sys.executable, "-m", "jaxflash.cli", "launch"]
+
+
+def python(code: str, piped: bool = False) -> subprocess.Popen[str]:
+    out = subprocess.PIPE if piped else None
+    return subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out, text=True)
+
+
+def test_the_first_failure_ends_the_others_and_is_the_status(monkeypatch):
+    monkeypatch.setattr(launch, "_GRACE", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    members = [python("import time; time.sleep(100)"), python("raise SystemExit(3)"), python(deaf)]
+    began = time.monotonic()
+    with launch._Group(members) as group:
+        assert group.wait() == 3
+    assert time.monotonic() - began < 50
+    # The first by SIGTERM; the last by SIGKILL, or by SIGTERM before it had closed its ears.
+    assert members[0].returncode == -signal.SIGTERM and members[2].returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def test_a_killed_process_counts_as_failed_and_success_is_zero():
+    with launch._Group([python("import os; os.kill(os.getpid(), 9)")]) as group:
+        assert group.wait() == 128 + signal.SIGKILL
+    with launch._Group([python(""), python("")]) as group:
+        assert group.wait() == 0
+
+
+def test_a_signal_is_passed_on_once_and_every_process_may_end_in_peace(tmp_path):
+    """The slower one is not ended because the faster one has stopped with 130."""
+    code = f"""if True:
+        import pathlib, signal, sys, time
+        asked = []
+        signal.signal(signal.SIGINT, lambda *_: asked.append(1))
+        pathlib.Path({str(tmp_path)!r}, sys.argv[0] + "INDEX").touch()
+        while not asked:
+            time.sleep(0.01)
+        time.sleep(INDEX)
+        sys.exit(130 if asked == [1] else 1)
+    """
+    before = signal.getsignal(signal.SIGINT)
+    members = [python(code.replace("INDEX", str(i))) for i in range(2)]
+
+    def interrupt():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with launch._Group(members) as group:
+        threading.Thread(target=interrupt).start()
+        assert group.wait() == 130
+    assert [m.returncode for m in members] == [130, 130] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_lines_of_other_processes_carry_their_number(capsys):
+    talk = "import sys; print('out'); print('half', end=''); print('err', file=sys.stderr)"
+    with launch._Group([python(""), python(talk, piped=True)]) as group:
+        assert group.wait() == 0
+    out, err = capsys.readouterr()
+    assert out == "[1] out\n[1] half\n" and err == "[1] err\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "2", "train", "--bathc-size", "3"], "Did you mean '--batch-size'?"),
+        (["-n", "2", "train", "--preset", "tinny"], "Did you mean 'tiny'?"),
+        (["-n", "2", "inspect", "runs/a"], "'inspect' runs in one process"),
+        (["-n", "0", "train"], "processes=0 with devices=1 each"),
+        (["-n", "2", "--process", "0", "train"], "-n 2 starts all processes here"),
+        (["--coordinator", "localhost:1", "train"], "coordinator='localhost:1', processes=None"),
+        (["--devices", "0", "train"], r"devices=\[0\] - a process by hand needs the first three"),
+        (["--devices-per-process", "2", "train"], "--devices-per-process is for -n"),
+        (["train"], "found no others: .*coordinator_address.* or with -n 2"),
+    ],
+)
+def test_a_wrong_call_is_told_before_a_process_starts(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a process"))
+    with pytest.raises(SystemExit) as error:
+        main(["launch", *arguments])
+    said = str(error.value) if isinstance(error.value.code, str) else capsys.readouterr().err
+    assert re.search(message, said), said
+
+
+def run(*commands: list[str], **environment: str) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    children = [
+        subprocess.Popen(c, env=env | {"SLURM_PROCID": str(i)}, stderr=subprocess.PIPE, text=True)
+        for i, c in enumerate(commands)
+    ]
+    errors = [child.communicate(timeout=280)[1] for child in children]
+    assert all(child.returncode == 0 for child in children), "".join(errors)[-3000:]
+
+
+def config(out: Path, steps: int) -> TrainConfig:
+    sizes = {"model.n_layers": 1, "model.d_model": 32, "seq_len": 32, "batch_size": 8, "accumulate": 2}
+    run = train_preset("tiny", **sizes, schedule_steps=6, eval_batches=2, steps=steps, out=str(out))
+    return dataclasses.replace(run, mesh={"data": 2, "fsdp": 2})
+
+
+def losses(out: Path) -> list[float]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [r["loss"] for r in rows if "loss" in r] + [rows[-1]["validation_loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_and_one_take_over_from_each_other(tmp_path):
+    """Started by `launch -n 2`, and as two tasks of a SLURM job, which JAX reads from their environment."""
+    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
+    train(config(whole, 4), quiet=True)
+    train(config(second, 2), quiet=True)
+    run([*COMMAND, "-n", "2", "--devices-per-process", "2", "train", *FLAGS, "--steps", "2", "--out", str(first)])
+    train(config(first, 4), quiet=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
+    task = [*COMMAND, "train", *FLAGS, "--cpu-devices", "2", "--steps", "4", "--out", str(second)]
+    run(task, task, **job, JAX_COORDINATOR_PORT=port)
+    np.testing.assert_allclose(losses(first), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(second), losses(whole), rtol=1e-5)
