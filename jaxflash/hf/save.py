@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import jax
 import numpy as np
 
 from jaxflash.adapters import has_adapters
