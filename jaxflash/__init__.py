@@ -31,9 +31,13 @@ from jaxflash.train import Run as Run
 from jaxflash.train import train as train
 from pallas_kernels.attention.api import dot_product_attention as dot_product_attention
 from pallas_kernels.dispatch import Unsupported as Unsupported
+from quant.fp8 import Fp8Tensor as Fp8Tensor
+from quant.fp8 import fp8_matmul as fp8_matmul
+from quant.fp8 import quantize_fp8 as quantize_fp8
 from quant.lora import LoraConfig as LoraConfig
 from quant.lora import LoraTensor as LoraTensor
 from quant.matmul import w4a16_matmul as w4a16_matmul
+from quant.recipe import Fp8Recipe as Fp8Recipe
 from quant.recipe import Recipe as Recipe
 from quant.tensor import Int4Tensor as Int4Tensor
 from sharding.mesh import make_mesh as make_mesh

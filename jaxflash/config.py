@@ -16,6 +16,7 @@ from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
+LinearPrecision = Literal["compute_dtype", "fp8"]
 Zero = Literal[1, 3]
 Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
 
@@ -45,6 +46,8 @@ class ModelConfig:
     `sliding_window` counts the keys a query sees, itself included. `attention` names an implementation of
     `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
     devices where a mesh cuts sequences, `attention_precision` what numbers it multiplies (decoding: the cache's).
+    `linear_precision="fp8"` rounds what the blocks' linears multiply to 8 bits, in both passes
+    (`pallas_kernels.fp8.derivative`); sums, parameters and everything else stay as they are.
     """
 
     vocab_size: int
@@ -64,6 +67,7 @@ class ModelConfig:
     sliding_window: int | None = None
     param_dtype: DType = "float32"
     compute_dtype: DType = "bfloat16"
+    linear_precision: LinearPrecision = "compute_dtype"
     attention: str | None = None
     context_parallel: ContextParallel = "ring"
     attention_precision: Precision = "input"

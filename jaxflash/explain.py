@@ -5,6 +5,8 @@ from typing import Any
 from pallas_kernels import dispatch
 from pallas_kernels.attention import api as attention
 from pallas_kernels.device import Device
+from pallas_kernels.fp8 import api as fp8
+from pallas_kernels.fp8.spec import Fp8Spec
 from pallas_kernels.w4a16 import api as w4a16
 from pallas_kernels.w4a16.spec import W4A16Spec
 
@@ -13,7 +15,7 @@ def explain(spec_or_query: Any, *arrays: Any, device: Device | None = None, **ar
     """What a call would run, with tile sizes, and the reason against every other implementation; prints as a table.
 
     Args:
-      spec_or_query: an AttentionSpec, a W4A16Spec, or the first argument of `dot_product_attention`.
+      spec_or_query: an AttentionSpec, a W4A16Spec, an Fp8Spec, or the first argument of `dot_product_attention`.
       arrays, arguments: the rest of that call, arrays or `jax.ShapeDtypeStruct`s; `implementation` for each.
       device: None: the present one.
 
@@ -27,4 +29,6 @@ def explain(spec_or_query: Any, *arrays: Any, device: Device | None = None, **ar
     """
     if isinstance(spec_or_query, W4A16Spec):
         return w4a16.explain(spec_or_query, device=device, **arguments)
+    if isinstance(spec_or_query, Fp8Spec):
+        return fp8.explain(spec_or_query, device=device, **arguments)
     return attention.explain(spec_or_query, *arrays, device=device, **arguments)

@@ -53,12 +53,14 @@ def load(
     step: int | None = None,
     mesh: Mesh | None = None,
     param_dtype: DType | None = None,
+    keep_fp8: bool = False,
     on_tensor: OnTensor | None = None,
 ) -> LanguageModel:
     """Loads a model: a run folder that `train` wrote, a folder from the Hugging Face Hub, or a .gguf file.
 
     Of the Hub, weights are dense, of 4 bits (GPTQ, AWQ, compressed-tensors), which become Int4Tensors code by code, or
-    FP8, which become the float32 that they stand for.
+    FP8, which become the float32 that they stand for or, with `keep_fp8`, the blocks' linears Fp8Tensors, byte by byte:
+    their products then round activations to 8 bits as well (W8A8), by tensor, row or 1 x 128 as weights are.
 
     adapter: a folder that peft or `save_adapter` wrote; its matrices, float32, go beside the weights they are of. A run
     that trained adapters is its model, loaded from where it was, with them.
@@ -75,7 +77,7 @@ def load(
       Unsupported: an architecture, a switch of one, a quantisation, a GGUF type or kind of adapter that is not served.
     """
     mesh = make_mesh(devices=jax.local_devices()[:1]) if mesh is None else mesh
-    model = _load(Path(path).expanduser(), step, mesh, param_dtype, on_tensor)
+    model = _load(Path(path).expanduser(), step, mesh, param_dtype, on_tensor, keep_fp8)
     if adapter is None:
         return model
     lora, adapters = read_adapter(Path(adapter).expanduser(), model.config, mesh)
@@ -108,7 +110,8 @@ def save(
     format: how a quantised model's weights are stored: "gptq" (version 1), "gptq_v2", "awq" or "compressed-tensors",
     each code, scale and zero point as it is (every linear is decoded again and compared), or "dense", as the numbers
     that they stand for, rounded to dtype. Of a dense model: "dense", or "fp8", in blocks of 128 x 128 with the scale
-    max|w| / 448. None: "compressed-tensors" for a quantised model, "dense" for a dense one.
+    max|w| / 448. Of Fp8Tensors: "fp8" (DeepSeek's names, of blocks) or "compressed-tensors", byte by byte, or "dense".
+    None: "fp8" for blocks of 8 bits, "compressed-tensors" for what is quantised otherwise, "dense" for a dense model.
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.
@@ -131,13 +134,13 @@ def save(
 
 
 def _load(
-    path: Path, step: int | None, mesh: Mesh, param_dtype: DType | None, on_tensor: OnTensor | None
+    path: Path, step: int | None, mesh: Mesh, param_dtype: DType | None, on_tensor: OnTensor | None, keep_fp8: bool
 ) -> LanguageModel:
     if not is_foreign(path):
         return _load_run(path, step, mesh, param_dtype)
     if step is not None:
         raise ValueError(f"load: {step=} - only run folders have steps, and {str(path)!r} is none. Leave it out.")
-    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path)
+    opened = open_gguf(path) if path.suffix == ".gguf" else open_checkpoint(path, keep_fp8=keep_fp8)
     tokenizer = foreign_tokenizer(path)
     config, params = load_params(opened, mesh, param_dtype=param_dtype, on_tensor=on_tensor)
     return LanguageModel(config, params, tokenizer)

@@ -67,7 +67,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        kw: dict[str, Any] = dict(dtype=c.compute_dtype, param_dtype=c.param_dtype, rngs=rngs)
+        kw: dict[str, Any] = dict(
+            dtype=c.compute_dtype, precision=c.linear_precision, param_dtype=c.param_dtype, rngs=rngs
+        )
         q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         self.q = Linear(c.d_model, q_size, axes=("embed", "heads"), std=c.init_std, use_bias=c.qkv_bias, **kw)
         self.k = Linear(c.d_model, kv_size, axes=("embed", "kv_heads"), std=c.init_std, use_bias=c.qkv_bias, **kw)
@@ -132,7 +134,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = config
-        kw: dict[str, Any] = dict(dtype=c.compute_dtype, param_dtype=c.param_dtype, rngs=rngs)
+        kw: dict[str, Any] = dict(
+            dtype=c.compute_dtype, precision=c.linear_precision, param_dtype=c.param_dtype, rngs=rngs
+        )
         self.gate = Linear(c.d_model, c.d_ff, axes=("embed", "mlp"), std=c.init_std, **kw)
         self.up = Linear(c.d_model, c.d_ff, axes=("embed", "mlp"), std=c.init_std, **kw)
         self.down = Linear(c.d_ff, c.d_model, axes=("mlp", "embed"), std=c.init_std / (2 * c.n_layers) ** 0.5, **kw)

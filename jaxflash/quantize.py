@@ -32,11 +32,12 @@ from jaxflash.language_model import LanguageModel
 from jaxflash.quantize_report import gain
 from quant.awq import awq_codes, awq_scales
 from quant.fold import fold_scale, head_sources
+from quant.fp8 import Fp8Tensor, quantize_fp8
 from quant.gptq import ORDERS, gptq_codes
 from quant.grid import Codes
 from quant.lora import LoraTensor
 from quant.observe import Statistics
-from quant.recipe import STORED_BITS, Recipe
+from quant.recipe import STORED_BITS, Fp8Recipe, Recipe
 from quant.report import Report, measure, objective
 from quant.rtn import nearest_codes, nearest_stored
 from quant.tensor import Int4Tensor
@@ -67,7 +68,7 @@ METHODS = {
 
 def quantize(
     model: LanguageModel,
-    recipe: Recipe | None = None,
+    recipe: Recipe | Fp8Recipe | None = None,
     batches: Iterable[Batch] | None = None,
     *,
     method: str | None = None,
@@ -78,14 +79,14 @@ def quantize(
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
 ) -> LanguageModel:
-    """The model with the weights of its blocks in 4 bits. `generate` and `evaluate` take it as they took the model.
+    """The model with its blocks' weights in 4 bits, or FP8. `generate` and `evaluate` take it as they took the model.
 
     Gradients by what is still dense, or by adapters, flow through the packed weights. No linear's objective, reported,
     is above that of its nearest codes. Other bits than 4 are simulated: the weights are dense, and all is float32.
 
     Args:
       model: dense, or with some linears packed already (not for AWQ), which keep their codes; it stays as it is.
-      recipe: None is `Recipe()`, 4 bits in symmetric groups of 128 rows.
+      recipe: None is `Recipe()`, 4 bits in symmetric groups of 128 rows; an Fp8Recipe rounds to nearest Fp8Tensors.
       batches: text to calibrate with, as `jaxflash.data` packs it. Every token whose `loss_mask` is set counts.
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
         codes of GPTQ for weights scaled by AWQ. None: "rtn" without batches, else "gptq".
@@ -103,12 +104,18 @@ def quantize(
         are all packed already, have adapters, are not finite or, with batches, lie on several devices, a folder of
         another quantisation. Later: hidden states that are not finite.
     """
+    if isinstance(recipe, Fp8Recipe):
+        if method not in (None, "rtn") or batches is not None:
+            raise ValueError(f"{_OP}: {method=} of FP8 - weights are rounded to nearest. Leave method and batches out.")
+        dense = flatten_dict(model.params["blocks"], sep="/")
+        _check_dense(dense, Method(scale=True))  # all are, or none
+        return _with_blocks(model, _rounded(dense, functools.partial(quantize_fp8, scaling=recipe.scaling)))
     recipe = Recipe() if recipe is None else recipe
     method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
     _check_dense(dense, METHODS[method])
     if batches is None:
-        return _with_blocks(model, _rounded(dense, recipe), recipe)
+        return _with_blocks(model, _rounded(dense, functools.partial(nearest_stored, recipe=recipe)), recipe.bits)
     _check_weights(dense)
     solve = functools.partial(gptq_codes, recipe=recipe, order=order, damping=damping, mse=mse)
     calibration = Calibration(model.config, model.params, batches)
@@ -142,7 +149,7 @@ def quantize(
             finished.append(jax.device_get(done[0]))
             bar.advance(task)
     stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *finished)
-    return _with_blocks(model, stacked, recipe)
+    return _with_blocks(model, stacked, recipe.bits)
 
 
 def quantize_block(
@@ -253,23 +260,23 @@ def _codes(
     return codes, dataclasses.replace(report, rtn=rtn)
 
 
-def _rounded(dense: BlockParams, recipe: Recipe) -> BlockParams:
+def _rounded(dense: BlockParams, one_stack: Callable[[Any], Any]) -> BlockParams:
     """Every stack of weights rounded to nearest, without looking at activations."""
 
     def one(name: str, leaf: Any) -> Any:
         if not name.endswith("/weight") or isinstance(leaf, Int4Tensor):
             return leaf
         try:
-            return nearest_stored(leaf, recipe)
+            return one_stack(leaf)
         except ValueError as error:
             raise ValueError(f"{_OP}: blocks/{name}: {error}") from error
 
     return {name: one(name, leaf) for name, leaf in dense.items()}
 
 
-def _with_blocks(model: LanguageModel, blocks: BlockParams, recipe: Recipe) -> LanguageModel:
+def _with_blocks(model: LanguageModel, blocks: BlockParams, bits: int = STORED_BITS) -> LanguageModel:
     params, config = {**model.params, "blocks": unflatten_dict(blocks, sep="/")}, model.config
-    if recipe.bits != STORED_BITS:  # a code times a scale has more digits than bfloat16
+    if bits != STORED_BITS:  # a code times a scale has more digits than bfloat16
         params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
         config = dataclasses.replace(config, param_dtype="float32")
     return dataclasses.replace(model, config=config, params=params)
@@ -295,6 +302,8 @@ def _check_dense(blocks: BlockParams, method: Method) -> None:
     for name, leaf in weights.items():
         if isinstance(leaf, LoraTensor):
             raise ValueError(f"{_OP}: blocks/{name} has an adapter - use jaxflash.merge first.")
+        if isinstance(leaf, Fp8Tensor):
+            raise ValueError(f"{_OP}: blocks/{name} is quantised already - take the dense model.")
     packed = [name for name, leaf in weights.items() if isinstance(leaf, Int4Tensor)]
     if packed and (method.scale or len(packed) == len(weights)):
         raise ValueError(f"{_OP}: blocks/{packed[0]} is quantised already - take the dense model.")

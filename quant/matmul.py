@@ -7,31 +7,42 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from pallas_kernels.fp8.api import train_matmul
 from pallas_kernels.w4a16 import api
 from pallas_kernels.w4a16.spec import OP, make_spec
+from quant.fp8 import Fp8Tensor, fp8_matmul
 from quant.lora import LoraTensor, low_rank_product
 from quant.tensor import Int4Tensor
 
 
 def matmul(
     x: Float[Array, "*batch k"],
-    weight: Float[Array, "k n"] | Int4Tensor | LoraTensor,
+    weight: Float[Array, "k n"] | Int4Tensor | Fp8Tensor | LoraTensor,
     bias: Float[Array, " n"] | None = None,
+    *,
+    fp8: bool = False,
 ) -> Float[Array, "*batch n"]:
     """y = x W + b in x's dtype, accumulated in float32 by the hardware. Weight and bias are cast to x's dtype.
 
     Args:
       x: (..., K) floating.
-      weight: (K, N), an array, an Int4Tensor, or either with an adapter, a LoraTensor.
+      weight: (K, N), an array, an Int4Tensor, an Fp8Tensor, for which x is rounded to 8 bits as well, or any of them
+        with an adapter, a LoraTensor.
       bias: (N,) or None.
+      fp8: whether x and a dense weight are rounded to 8 bits, and cotangents too (`pallas_kernels.fp8.derivative`).
 
     Raises:
-      ValueError: what `w4a16_matmul` refuses.
+      ValueError: what `w4a16_matmul` and `fp8_matmul` refuse.
     """
     if isinstance(weight, LoraTensor):
-        return matmul(x, jax.lax.stop_gradient(weight.base), bias) + low_rank_product(x, weight)
+        return matmul(x, jax.lax.stop_gradient(weight.base), bias, fp8=fp8) + low_rank_product(x, weight)
     if isinstance(weight, Int4Tensor):
         return w4a16_matmul(x, weight, bias=bias)
+    if isinstance(weight, Fp8Tensor):
+        return fp8_matmul(x, weight, bias=bias)
+    if fp8:
+        y = train_matmul(x.reshape(-1, x.shape[-1]), weight)
+        return _add(y.reshape(*x.shape[:-1], weight.shape[-1]), bias)
     return _add(x @ weight.astype(x.dtype), bias)
 
 

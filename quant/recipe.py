@@ -2,10 +2,24 @@
 
 from dataclasses import dataclass
 
+from pallas_kernels.fp8.spec import check_scaling
 from pallas_kernels.w4a16.spec import GROUPS, SCALE_DTYPES
 
 BITS = (2, 3, 4, 8)
 STORED_BITS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Recipe:
+    """Weights of 8-bit floats (e4m3), rounded to nearest, with scales by "block" of 128 x 128, "row" or "tensor".
+
+    Raises ValueError for another scaling.
+    """
+
+    scaling: str = "block"
+
+    def __post_init__(self):
+        check_scaling("Fp8Recipe", self.scaling)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,9 @@ from jaxflash.hf import names, place
 from jaxflash.hf.config import to_model_config
 from jaxflash.hf.documents import MAX_CONFIG_BYTES, read_object
 from jaxflash.hf.fp8 import dequantised
+from jaxflash.hf.kept_fp8 import Stacks, take_fp8
+from jaxflash.hf.kept_fp8 import abstract_stack as abstract_fp8
+from jaxflash.hf.kept_fp8 import put_stack as put_fp8
 from jaxflash.hf.linears import StoredLinear, survey, take_linears
 from jaxflash.hf.place import OnTensor
 from jaxflash.hf.place_packed import abstract_stack, put_stack
@@ -31,7 +35,8 @@ class Checkpoint:
     config: with the parameter dtype that holds every stored value as it is. stored: its tensors by their Hub names.
     second_head: of a tied model whose file holds the head all the same; `load_params` compares it with the table.
     scheme: of quantised weights. linears: those of 4 bits, by the names of their dense weights; FP8 ones are in
-    `stored` as float32. checks: what is looked at before anything is placed.
+    `stored` as float32, or in `fp8`, by parameter, to be kept as they are. checks: what is looked at before
+    anything is placed.
     """
 
     config: ModelConfig
@@ -39,6 +44,7 @@ class Checkpoint:
     second_head: StoredTensor | None = None
     scheme: Scheme | None = None
     linears: Mapping[str, StoredLinear] = field(default_factory=dict)
+    fp8: Stacks = field(default_factory=dict)
     checks: Sequence[Callable[[], None]] = ()
 
 
@@ -50,8 +56,8 @@ def is_hub_folder(path: Path) -> bool:
     return "model_type" in values or "architectures" in values
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a Hub folder, without its weights.
+def open_checkpoint(folder: Path, *, keep_fp8: bool = False) -> Checkpoint:
+    """The checkpoint in a Hub folder, without its weights. keep_fp8: see `jaxflash.load`.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -63,11 +69,17 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if scheme is None:
         return checked(config, stored)
     if scheme.format == FP8:
-        dense, checks = dequantised(scheme, stored)
-        return dataclasses.replace(checked(config, dense), scheme=scheme, checks=checks)
+        kept, rest, finite = take_fp8(config, scheme, stored) if keep_fp8 else ({}, stored, [])
+        dense, checks = dequantised(scheme, rest)
+        found = checked(config, dense, _dense_names(kept))
+        return dataclasses.replace(found, scheme=scheme, fp8=kept, checks=[*finite, *checks])
     linears, rest = take_linears(config, scheme, stored)
     rest, checks = _without_zero_biases(config, linears, rest)
     return dataclasses.replace(checked(config, rest, linears), scheme=scheme, linears=linears, checks=checks)
+
+
+def _dense_names(kept: Stacks) -> list[str]:
+    return [layer.weight.name for layers in kept.values() for layer in layers]
 
 
 def _without_zero_biases(
@@ -111,18 +123,23 @@ def load_params(
     for check in checkpoint.checks:
         check()
     linears, stacks = ({}, {}) if checkpoint.scheme is None else survey(checkpoint.linears, checkpoint.scheme)
-    shapes, shardings = place.layout(
-        config, mesh, {path: abstract_stack(facts, config.n_layers) for path, facts in stacks.items()}
-    )
+    packed = {path: abstract_stack(facts, config.n_layers) for path, facts in stacks.items()}
+    kept = {path: abstract_fp8(layers) for path, layers in checkpoint.fp8.items()}
+    shapes, shardings = place.layout(config, mesh, packed | kept)
     if checkpoint.second_head is not None:
         _check_second_head(checkpoint.stored[names.TABLE], checkpoint.second_head)
-    pairs = names.match(config, checkpoint.stored, linears)
+    pairs = names.match(config, checkpoint.stored, [*linears, *_dense_names(checkpoint.fp8)])
     params = place.put_on_mesh(pairs, shapes, shardings, config.param_dtype, on_tensor)
     for path, facts in stacks.items():
         layers = [linear for linear in linears.values() if linear.place.path == path]
-        parent = functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], params)
-        parent[path[-1]] = put_stack(layers, facts, place.at(shardings, path), on_tensor)
+        _set(params, path, put_stack(layers, facts, place.at(shardings, path), on_tensor))
+    for path, layers in checkpoint.fp8.items():
+        _set(params, path, put_fp8(layers, place.at(shardings, path), on_tensor))
     return config, params
+
+
+def _set(params: dict, path: tuple[str, ...], value: Any) -> None:
+    functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], params)[path[-1]] = value
 
 
 def _check_second_head(table: StoredTensor, head: StoredTensor) -> None:

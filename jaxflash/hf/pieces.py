@@ -18,12 +18,13 @@ from jaxflash.hf import safetensors
 from jaxflash.hf.fp8 import SCALES
 from jaxflash.hf.names import Place, places
 from jaxflash.hf.place import at
-from jaxflash.hf.scheme import FP8, Scheme
+from jaxflash.hf.scheme import FLOAT, FP8, Scheme
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.w4a16.layout import unpack_columns
 from quant.formats import fp8
 from quant.formats.api import FORMATS
 from quant.formats.grid import Format, Grid, LinearSpec, grid_of
+from quant.fp8 import Fp8Tensor
 from quant.recipe import Recipe
 from quant.tensor import Int4Tensor
 
@@ -59,6 +60,8 @@ def pieces(config: ModelConfig, params: Mapping[str, Any], dtype: str, scheme: S
 def _piece(name: str, place: Place, leaf: Any, dtype: str, scheme: Scheme | None) -> Piece:
     if scheme is not None and scheme.format in FORMATS and isinstance(leaf, Int4Tensor):
         return _packed_piece(name.removesuffix(".weight"), place, leaf, FORMATS[scheme.format], scheme)
+    if scheme is not None and scheme.format in (FP8, FLOAT) and isinstance(leaf, Fp8Tensor):
+        return _kept_piece(name, place, leaf, scheme)
     if scheme is not None and scheme.format == FP8 and place.layer is not None and place.transposed:
         return _fp8_piece(name, place, leaf, scheme)
     stored_as = safetensors.NAMES[np.dtype(jnp.dtype(dtype))]
@@ -87,7 +90,7 @@ def fetch_dense(leaf: Any, place: Place, dtype: str, name: str) -> Shaped[np.nda
 def _fetcher(everywhere: Any, dtype: Any, transposed: bool, stacked: bool) -> Any:
     def fetch(leaf, layer):
         piece = jax.tree.map(lambda a: a[layer], leaf) if stacked else leaf
-        piece = piece.dequantize() if isinstance(piece, Int4Tensor) else piece
+        piece = piece.dequantize() if isinstance(piece, Int4Tensor | Fp8Tensor) else piece
         values = (piece.T if transposed else piece).astype(dtype)
         return values, (jnp.isfinite(values) | ~jnp.isfinite(piece.T if transposed else piece)).all()
 
@@ -230,6 +233,49 @@ def _plain_grid(everywhere: Any) -> Any:
 
 
 # FP8.
+
+
+def kept_scheme(params: Mapping[str, Any], format: str | None, config: ModelConfig) -> tuple[Scheme, list[str]]:
+    """(the scheme of a model's Fp8Tensors in `format`, the linears of its layers that are dense).
+
+    None: DeepSeek's, "fp8", of blocks, and else compressed-tensors'. Raises Unsupported for scales of several kinds, or
+    of a kind that the format does not have.
+    """
+    linears = {name: at(params, p.path) for name, p in places(config).items() if p.transposed and p.layer == 0}
+    kinds = sorted({leaf.scaling for leaf in linears.values() if isinstance(leaf, Fp8Tensor)})
+    dense = [n.split(".", 3)[3].removesuffix(".weight") for n, w in linears.items() if not isinstance(w, Fp8Tensor)]
+    if len(kinds) > 1 or (format == FP8 and kinds != ["block"]):
+        reason = f"FP8 weights with scales by {' and '.join(kinds)}"
+        remedy = "Quantise all alike." if len(kinds) > 1 else "Use 'compressed-tensors'."
+        raise Unsupported(f"save: {format!r} cannot hold {reason}. {remedy}", [(format or FP8, reason)])
+    block = fp8.BLOCK if kinds == ["block"] else None
+    stored = FLOAT if format == "compressed-tensors" or block is None else FP8
+    return Scheme(format=stored, block=block, by_row=kinds == ["row"]), dense
+
+
+def _kept_piece(name: str, place: Place, leaf: Fp8Tensor, scheme: Scheme) -> Piece:
+    """Codes and scales as they are."""
+    scales = name.removesuffix("weight") + SCALES[scheme.format == FLOAT]
+    # One scale of a tensor has one dim in files.
+    shape = (1,) if leaf.scaling == "tensor" else tuple(leaf.scales.shape[1:])
+    return Piece(
+        tensors={
+            name: (safetensors.NAMES[fp8.DTYPE], place.shape),
+            scales: (safetensors.NAMES[np.dtype(leaf.scales.dtype)], shape),
+        },
+        fetch=functools.partial(_fetch_kept, leaf, place.layer or 0),
+        encode=lambda values: {name: values[0], scales: values[1].reshape(shape)},
+    )
+
+
+def _fetch_kept(leaf: Fp8Tensor, layer: int) -> tuple[Shaped[np.ndarray, "n k"], Shaped[np.ndarray, "rows columns"]]:
+    codes, scales = _plain_kept(_replicated(leaf))(leaf, np.int32(layer))
+    return np.asarray(codes.addressable_data(0)), np.asarray(scales.addressable_data(0))
+
+
+@functools.lru_cache(maxsize=16)
+def _plain_kept(everywhere: Any) -> Any:
+    return jax.jit(lambda leaf, layer: (leaf.codes[layer], leaf.scales[layer]), out_shardings=everywhere)
 
 
 def _fp8_piece(name: str, place: Place, leaf: Any, scheme: Scheme) -> Piece:

@@ -21,7 +21,6 @@ from jaxflash.hf.names import Place
 from jaxflash.hf.tensors import StoredTensor
 from jaxflash.model import abstract, axis_units
 from quant import split
-from quant.tensor import Int4Tensor
 from sharding import rules
 
 # Told after every tensor that is read or written: its name, and its bytes in the file.
@@ -33,8 +32,8 @@ def exact_dtype(stored: Mapping[str, StoredTensor]) -> DType:
     return "bfloat16" if {tensor.dtype.name for tensor in stored.values()} == {"bfloat16"} else "float32"
 
 
-def layout(config: ModelConfig, mesh: Mesh, packed: Mapping[tuple[str, ...], Int4Tensor] | None = None) -> tuple:
-    """(shapes, shardings) of the parameters of `config` by rule on `mesh`. packed: the shapes of those of 4 bits.
+def layout(config: ModelConfig, mesh: Mesh, packed: Mapping[tuple[str, ...], Any] | None = None) -> tuple:
+    """(shapes, shardings) of the parameters of `config` by rule on `mesh`. packed: shapes of those that are not dense.
 
     Raises:
       ValueError: a mesh that the model does not divide over.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import jax
 import numpy as np
 
 from jaxflash.adapters import has_adapters
@@ -12,13 +13,15 @@ from jaxflash.config import ModelConfig
 from jaxflash.hf import safetensors
 from jaxflash.hf.config import from_model_config
 from jaxflash.hf.folder import first_process, new_folder, write_json
-from jaxflash.hf.pieces import Piece, packed_scheme, pieces
+from jaxflash.hf.pieces import Piece, kept_scheme, packed_scheme, pieces
 from jaxflash.hf.place import OnTensor
 from jaxflash.hf.scheme import FP8, Scheme, to_config
 from jaxflash.tokenizer import NoTokenizer, Tokenizer
 from quant.formats.api import WRITTEN
 from quant.formats.fp8 import BLOCK
+from quant.fp8 import Fp8Tensor
 from quant.matmul import holds_packed
+from quant.split import is_weight
 from sharding.names import did_you_mean
 
 FileDType = Literal["float32", "bfloat16", "float16"]
@@ -72,6 +75,9 @@ def save_folder(
 
 def _scheme(config: ModelConfig, params: Any, format: str | None) -> tuple[Scheme | None, list[str]]:
     """(how the weights are written, None for dense; the linears that are dense all the same)."""
+    leaves = jax.tree.leaves(params, is_leaf=is_weight)
+    if format in (None, FP8, "compressed-tensors") and any(isinstance(leaf, Fp8Tensor) for leaf in leaves):
+        return kept_scheme(params, format, config)
     packed = holds_packed(params)
     if format is None:
         format = "compressed-tensors" if packed else "dense"

@@ -14,6 +14,7 @@ from pallas_kernels.dispatch import Unsupported
 from sharding.names import did_you_mean
 
 FP8 = "fp8"
+FLOAT = "float-quantized"  # compressed-tensors' name of FP8 weights
 _WHAT = "quantization_config"
 _ANY = Selection(patterns=("",))
 
@@ -22,10 +23,10 @@ _ANY = Selection(patterns=("",))
 class Scheme:
     """How a checkpoint is quantised.
 
-    format: a name of quant.formats.api.FORMATS, or "fp8". group: rows of a group, None for the whole column. symmetric,
-    ordered: whether the configuration says that all zero points are 8, and that rows are in activation order. block: of
-    FP8 scales, None for those of a tensor or of rows. targets, ignored: the linears that are quantised are those among
-    the first and not among the second.
+    format: a name of quant.formats.api.FORMATS, or "fp8", or, to be written, "float-quantized". group: rows of a group,
+    None for the whole column. symmetric, ordered: whether the configuration says that all zero points are 8, and that
+    rows are in activation order. block: of FP8 scales, None for those of a tensor or of rows; by_row: which of the two,
+    to be written. targets, ignored: the linears that are quantised are those among the first and not the second.
     """
 
     format: str
@@ -33,6 +34,7 @@ class Scheme:
     symmetric: bool = True
     ordered: bool = False
     block: tuple[int, int] | None = None
+    by_row: bool = False
     targets: Selection = _ANY
     ignored: Selection = Selection()
 
@@ -109,6 +111,8 @@ def to_config(scheme: Scheme, dense: Sequence[str] = ()) -> dict[str, Any]:
             "weight_block_size": list(scheme.block or ()) or None,
             "modules_to_not_convert": ["lm_head", *dense],
         }
+    if scheme.format == FLOAT:
+        return _float_quantized(scheme, dense)
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -130,6 +134,25 @@ def to_config(scheme: Scheme, dense: Sequence[str] = ()) -> dict[str, Any]:
         "ignore": ["lm_head", *(_rule(name, "re:") for name in dense)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
+    }
+
+
+def _float_quantized(scheme: Scheme, dense: Sequence[str]) -> dict[str, Any]:
+    strategy = "block" if scheme.block else "channel" if scheme.by_row else "tensor"
+    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = kind | {"strategy": strategy, "dynamic": False}
+    inputs = kind | {"strategy": {"block": "group", "channel": "token", "tensor": "tensor"}[strategy], "dynamic": True}
+    if scheme.block:
+        weights["block_structure"] = list(scheme.block)
+        inputs["group_size"] = scheme.block[1]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FLOAT,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *(_rule(name, "re:") for name in dense)],
+        "kv_cache_scheme": None,
     }
 
 

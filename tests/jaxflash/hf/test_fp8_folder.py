@@ -38,9 +38,9 @@ def tensors_of(folder):
     }
 
 
-def write(path, layout, dtype):
+def write(path, layout, dtype, config=WIDE, block=BLOCK):
     """(folder of random FP8 weights with scales of `layout`, {linear: its weight as the statement has it})."""
-    save(dense(WIDE), path, dtype="float32")
+    save(dense(config), path, dtype="float32")
     rng, expected = np.random.default_rng(0), {}
     values = np.arange(256, dtype=np.uint8).view(fp8.DTYPE)
     values = values[np.isfinite(values.astype(np.float32))]
@@ -48,10 +48,10 @@ def write(path, layout, dtype):
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if "_proj" in name]:
         N, K = tensors[name].shape
-        block = {"tensor": (N, K), "channel": (1, K), "block": BLOCK}[layout]
-        scales = rng.uniform(0.5, 2, fp8.scale_shape((N, K), block)).astype(dtype)
+        shared = {"tensor": (N, K), "channel": (1, K), "block": block}[layout]
+        scales = rng.uniform(0.5, 2, fp8.scale_shape((N, K), shared)).astype(dtype)
         tensors[name] = rng.choice(values, (N, K))
-        expected[name] = statement.fp8(tensors[name], scales, block)
+        expected[name] = statement.fp8(tensors[name], scales, shared)
         module = name.removesuffix("weight")
         tensors[module + suffix] = scales.reshape(1) if layout == "tensor" else scales
         tensors[module + "input_scale"] = np.ones(1, np.float32)
@@ -60,7 +60,7 @@ def write(path, layout, dtype):
     group = {"targets": ["Linear"], "weights": weights}
     edit(
         path / "config.json",
-        quantization_config={"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+        quantization_config={"quant_method": "fp8", "weight_block_size": list(block)}
         if layout == "block"
         else {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}},
     )

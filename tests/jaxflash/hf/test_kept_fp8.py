@@ -1,0 +1,122 @@
+"""FP8 folders whose weights stay FP8: byte by byte into a model, over a mesh, and out again."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxflash.config import preset
+from jaxflash.language_model import load, save
+from jaxflash.model import abstract
+from jaxflash.quantize import quantize
+from pallas_kernels.dispatch import Unsupported
+from quant import split
+from quant.fp8 import Fp8Tensor, quantize_fp8
+from quant.recipe import Fp8Recipe
+from sharding.mesh import make_mesh
+from tests.jaxflash.hf.quantised import dense, same
+from tests.jaxflash.hf.test_fp8_folder import tensors_of, write
+
+# Blocks of 128 x 128 that do not come out even, and, for a mesh, ones that do.
+CONFIG = preset("tiny", n_layers=2, d_model=128, n_heads=4, n_kv_heads=4, head_dim=32, d_ff=192)
+EVEN = dataclasses.replace(CONFIG, d_model=256, head_dim=64, d_ff=256)
+KINDS = [("tensor", np.float32), ("channel", ml_dtypes.bfloat16), ("block", np.float32)]
+
+
+@pytest.mark.parametrize("layout, dtype", KINDS)
+def test_bytes_in_are_bytes_out(tmp_path, layout, dtype):
+    path, expected = write(tmp_path / "x", layout, dtype, config=CONFIG, block=(128, 128))
+    told = []
+    model = load(path, keep_fp8=True, on_tensor=lambda name, size: told.append(name))
+    up = model.params["blocks"]["mlp"]["up"]["weight"]
+    assert isinstance(up, Fp8Tensor) and up.scaling == {"channel": "row"}.get(layout, layout)
+    for layer in range(2):
+        one = jax.tree.map(lambda a, layer=layer: a[layer], up).validate()
+        weight = expected[f"model.layers.{layer}.mlp.up_proj.weight"].astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(one.dequantize()).T, weight)
+    save(model, tmp_path / "y")
+    before, after = tensors_of(path), tensors_of(tmp_path / "y")
+    before = {name: array for name, array in before.items() if not name.endswith("input_scale")}
+    assert before.keys() == after.keys() == {*told}
+    for name, array in before.items():
+        assert (array.dtype, array.shape) == (after[name].dtype, after[name].shape), name
+        assert array.tobytes() == after[name].tobytes(), name
+    again = load(tmp_path / "y", keep_fp8=True)
+    assert same(model.params, again.params)
+    # And as before: the numbers that it stands for.
+    assert same(load(path).params, load(tmp_path / "y").params)
+
+
+def test_a_mesh_reads_its_rectangles_and_cuts_between_blocks(tmp_path):
+    path, _ = write(tmp_path / "x", "block", np.float32, config=EVEN, block=(128, 128))
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, devices=jax.devices()[:4])
+    model = load(path, mesh=mesh, keep_fp8=True)
+    up = model.params["blocks"]["mlp"]["up"]["weight"]
+    assert up.codes.addressable_shards[0].data.shape == (2, 128, 128)
+    assert up.scales.addressable_shards[0].data.shape == (2, 1, 1)
+    assert same(model.params, load(path, keep_fp8=True).params)
+    other, _ = write(tmp_path / "y", "block", np.float32, config=CONFIG, block=(128, 128))
+    with pytest.raises(ValueError, match=r"mlp/up/weight: N=192 in blocks of 128 over 2 devices.*would cut a block"):
+        load(other, mesh=mesh, keep_fp8=True)
+
+
+def test_a_row_s_scale_goes_with_its_row():
+    shapes, axes = abstract(CONFIG)[1:]
+    stack = jax.eval_shape(lambda: quantize_fp8(jnp.zeros((2, 128, 192)), "row"))
+    shapes["blocks"]["mlp"]["up"]["weight"] = stack
+    names = split.axes_of_arrays(shapes, axes)["blocks"]["mlp"]["up"]["weight"]
+    assert names.codes == ("layer", "mlp", "embed") and names.scales == ("layer", "mlp", None)
+    split.check(shapes, axes, make_mesh({"fsdp": 2, "tensor": 2}, devices=jax.devices()[:4]))
+
+
+def test_written_as_compressed_tensors_or_dense(tmp_path):
+    path, _ = write(tmp_path / "x", "block", np.float32, config=CONFIG, block=(128, 128))
+    model = load(path, keep_fp8=True)
+    save(model, tmp_path / "y", format="compressed-tensors")
+    config = json.loads((tmp_path / "y" / "config.json").read_text())["quantization_config"]
+    weights = config["config_groups"]["group_0"]["weights"]
+    assert config["format"] == "float-quantized" and weights["block_structure"] == [128, 128]
+    assert "model.layers.0.mlp.up_proj.weight_scale" in tensors_of(tmp_path / "y")
+    assert same(model.params, load(tmp_path / "y", keep_fp8=True).params)
+    save(model, tmp_path / "z", format="dense", dtype="float32")
+    assert same(load(tmp_path / "z").params, load(path).params)
+
+
+def test_refused(tmp_path):
+    small, _ = write(tmp_path / "x", "block", np.float32)
+    with pytest.raises(Unsupported, match=r"blocks of \(32, 32\)"):
+        load(small, keep_fp8=True)
+    rows, _ = write(tmp_path / "y", "channel", np.float32, config=CONFIG)
+    model = load(rows, keep_fp8=True)
+    with pytest.raises(Unsupported, match="scales by row.*compressed-tensors"):
+        save(model, tmp_path / "z", format="fp8")
+    with pytest.raises(ValueError, match="no 4-bit weights"):
+        save(model, tmp_path / "z", format="gptq")
+    with pytest.raises(ValueError, match="quantised already"):
+        quantize(model, quiet=True)
+
+
+def test_a_model_is_quantised_to_fp8_and_computes(tmp_path):
+    """The logits of W8A8 are near those of the dense model, and those of the folder are the model's."""
+    model = dense(CONFIG)
+    packed = quantize(model, Fp8Recipe(scaling="block"))
+    save(packed, tmp_path / "x")
+    back = load(tmp_path / "x", keep_fp8=True)
+    assert same(packed.params["blocks"], back.params["blocks"])
+    tokens = jnp.arange(24).reshape(2, 12)
+
+    @jax.jit
+    def logits(params):
+        return jax.lax.stop_gradient(nnx.merge(abstract(CONFIG)[0], params)(tokens))
+
+    exact, rounded = (np.asarray(logits(m.params)) for m in (model, packed))
+    assert 0 < np.abs(rounded - exact).max() < 0.1 * np.abs(exact).max()
+    with pytest.raises(ValueError, match="method='gptq'.*nearest"):
+        quantize(model, Fp8Recipe(), method="gptq")
+    with pytest.raises(ValueError, match="scaling='column'"):
+        Fp8Recipe(scaling="column")
