@@ -9,7 +9,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -20,10 +19,9 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeEla
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from jaxflash import checkpoint, cli_plan, verify
+from jaxflash import checkpoint, cli_plan, cli_verify
 from jaxflash.adapters import has_adapters
 from jaxflash.calibration import calibration_batches
-from jaxflash.combinations import SMALL
 from jaxflash.config import DType, Sampling, TrainConfig, override, preset, train_preset
 from jaxflash.corpus.documents import find_files, read_documents
 from jaxflash.corpus.tokens import default_cache_dir
@@ -86,7 +84,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     for add in (
         _add_demo, _add_train, _add_launch, _add_generate, _add_evaluate, _add_quantize, _add_convert, _add_inspect,
-        _add_explain, _add_verify, cli_plan.add,
+        _add_explain, cli_verify.add, cli_plan.add,
     ):  # fmt: skip
         add(commands)
     args, extra = parser.parse_known_args(argv)
@@ -394,33 +392,6 @@ def _add_explain(commands: Any) -> None:
 def _explain(args: argparse.Namespace) -> None:
     config = preset(args.preset)
     print(explain_prompt(config, (args.batch_size, args.seq_len), packed=args.packing == "documents"))
-
-
-def _add_verify(commands: Any) -> None:
-    text = "Train on every split of the devices, and compare with one device: no mesh may change the mathematics."
-    parser = commands.add_parser("verify", help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run=_verify, cpu_devices=None)  # it splits the CPU in processes of its own
-    parser.add_argument("--devices", type=int, default=8, metavar="N", help="how many the CPU becomes (default 8)")
-    parser.add_argument("--mesh", help="only this one, for instance stage=2,fsdp=2,tensor=2")
-    parser.add_argument("--preset", help="model and defaults (default: one of 60,000 parameters)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for instance model.n_layers=6")
-    parser.add_argument("--steps", type=int, default=SMALL.steps, help=f"of training (default {SMALL.steps})")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes at a time (default: one a core, to 8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, with every leaf")
-
-
-def _verify(args: argparse.Namespace) -> None:
-    config = SMALL if args.preset is None else train_preset(args.preset)
-    config = override(config, assignments(args.set, reserved=frozenset({"mesh", "steps"})) | {"steps": args.steps})
-    mesh = None if args.mesh is None else parse_mesh(args.mesh)
-    findings, start = [], time.monotonic()
-    for finding in verify.verify(config, devices=args.devices, mesh=mesh, workers=args.workers):
-        findings.append(finding)
-        if not args.json:
-            print(finding, flush=True)
-    seconds = time.monotonic() - start
-    print(verify.as_json(findings, seconds) if args.json else verify.summary(findings, seconds))
-    sys.exit(not verify.proven(findings))
 
 
 if __name__ == "__main__":
