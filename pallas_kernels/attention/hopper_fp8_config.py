@@ -10,7 +10,7 @@ from pallas_kernels.attention.hopper_config import SMEM_LIMIT
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import Device
 
-# Keys that a tensor core may sum by itself. A product loses what lies below 2^-13 of the sum so far: equal products stop
+# Keys that a tensor core may sum by itself. A product loses what lies below 2^-13 of the sum so far: equal ones stop
 # counting after about 11,000 (measured: 91 % of a sum of 131,072 was lost, 0.1 % with `promote`).
 UNPROMOTED_KEYS = 16_384
 # For barriers and small vectors, each rounded up to 1 KiB.
