@@ -26,6 +26,7 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec
 from tests.mosaic.aot import Candidate, check, compile_candidate
+from tests.pallas_kernels.fp8 import aot_candidates as fp8_products
 from tests.pallas_kernels.w4a16 import aot_candidates
 
 plgpu: Any = mosaic_gpu
@@ -50,7 +51,13 @@ MASKS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...]]]] = {
 
 def candidates() -> list[Candidate]:
     """Every kernel of the library, at the block sizes it is tuned for."""
-    return [*forward_candidates(), *fp8_candidates(), *backward_candidates(), *aot_candidates.candidates()]
+    return [
+        *forward_candidates(),
+        *fp8_candidates(),
+        *backward_candidates(),
+        *aot_candidates.candidates(),
+        *fp8_products.candidates(),
+    ]
 
 
 def forward_candidates() -> list[Candidate]:
