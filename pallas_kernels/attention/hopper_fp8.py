@@ -345,7 +345,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         lse = jnp.where(nothing, -jnp.inf, (maximum - _WEIGHT_BITS) * math.log(2) + jnp.log(total))
         return o * broadcast(inverse, o.shape), lse
 
-    o, lse = pl.run_scoped(with_output, *[accumulator] * (not config.promote))
+    o, lse = with_output() if config.promote else pl.run_scoped(with_output, accumulator)
     smem["lse"][w] = lse
     out = gmem["out"].at[tile.batch, pl.ds(first_row, 64), tile.head]
     staging = smem["o"].at[pl.ds(w * 64, 64)]
