@@ -511,7 +511,7 @@ def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Ru
         row = _row(block)
         if not kernel.by_block:
             total = total * _epilogue_scales(kernel, gmem, run, row, shape)
-        for n, part in enumerate(mosaic_int4.columns_of(total.astype(jnp.bfloat16), width)):
+        for n, part in enumerate(mosaic.columns_of(total.astype(jnp.bfloat16), width)):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
             if config.swapped:

@@ -27,7 +27,7 @@ ROWS = [
     for name in ("scaling_h200.jsonl", "train_1b_h200.jsonl")
     for row in map(json.loads, (RESULTS / name).read_text().splitlines())
     # The row with stages is of a pipeline that ran every chunk again in its backward.
-    if "peak_gib" in row and "stage" not in row["mesh"]
+    if "peak_gib" in row and "stage" not in row["mesh"] and "linear_precision" not in row["command"]
 ]
 # Heads and key/value heads that the axes divide and do not; layers that do not divide over the stages.
 MESHES = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "stage": 2, "tensor": 2}, {"stage": 4}, {"fsdp": 8}]

@@ -198,7 +198,7 @@ def test_half_precision_refuses_what_it_cannot_hold(model, tmp_path):
 def test_a_model_of_no_architecture_is_refused_before_writing(tmp_path):
     config = preset("tiny", n_layers=1, qkv_bias=True, qk_norm=True)
     with pytest.raises(Unsupported, match="is in none of them"):
-        save(LanguageModel(config, {}, ByteTokenizer()), tmp_path / "x")
+        save(LanguageModel(config, {"blocks": {}}, ByteTokenizer()), tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
