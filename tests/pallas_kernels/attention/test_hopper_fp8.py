@@ -99,6 +99,8 @@ def test_what_is_not_finite_reaches_those_who_see_it():
 def lower(mask: str, dims: tuple[int, int], config: Fp8Config | None) -> None:
     H, H_v = dims
     changed = dataclasses.replace(LOWERED_MASKS[mask], N=2, H=H, H_v=H_v)
+    if config is not None and not hopper_fp8_config.fits(changed.spec(), config):
+        config = None
     function, arguments = call(changed, config)
     assert lower_for_cuda(function, *arguments).as_text().count("custom_call @mosaic_gpu") == 1
 
