@@ -111,7 +111,8 @@ COMBINATIONS = list(zip(LOWERED_MASKS, itertools.cycle([None, *CONFIGS]), iterto
 
 @pytest.mark.parametrize(
     "mask, config, dims",
-    [pytest.param(*x, marks=[pytest.mark.slow] * (i % 5 > 0)) for i, x in enumerate(COMBINATIONS)],
+    # What lies between these is compiled by `make aot`.
+    [pytest.param(*x, marks=[pytest.mark.slow] * (i % 5 > 0)) for i, x in enumerate(COMBINATIONS) if i % 5 in (0, 2)],
     ids=str,
 )
 def test_lowers(mask, config, dims):
