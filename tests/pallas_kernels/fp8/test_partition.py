@@ -19,7 +19,7 @@ from tests.tolerance import assert_close
 @pytest.mark.parametrize("scaling", ["block", "row", "tensor"])
 def test_a_product_over_columns_rows_and_batch(scaling):
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    case = Case(M=64, K=512, N=512, dtype="float32", scaling=scaling)
+    case = Case(M=64, K=512, N=512, dtype="bfloat16", scaling=scaling)
     seen = []
 
     def kernel(spec, *operands):
