@@ -121,7 +121,7 @@ def test_explain_takes_a_call_or_its_spec():
     assert explanation.chosen == "hopper" and explanation == explain(explanation.spec, device=H200)
     on_cpu = explain(q, q, q, is_causal=True, device=CPU)
     assert on_cpu.chosen == "xla_chunked" and ("xla", "applies, but 'xla_chunked' is preferred") in on_cpu.rejected
-    names = ["hopper", "hopper_fp8", "cudnn", ">", "xla", "xla_fp8"]
+    names = ["hopper", "cudnn", ">", "xla", "hopper_fp8", "xla_fp8"]
     assert [line.split()[0] for line in str(on_cpu).splitlines()[2:]] == names
     assert explain(q, q, q, implementation="xla", device=H200).chosen == "xla"
 
