@@ -154,7 +154,8 @@ def _load_run(run: Path, step: int | None, mesh: Mesh, param_dtype: DType | None
         loaded = LanguageModel(model, params, _run_tokenizer(run, config))
         return loaded if param_dtype is None else loaded.astype(param_dtype)
     base = load(str(config.init_from), mesh=mesh, param_dtype=param_dtype or model.param_dtype)
-    adapters, _ = checkpoint.load_params(run, lambda _: _laid_out(*adapter_layout(model, config.lora, mesh)), step)
+    shapes = _laid_out(*adapter_layout(model, config.lora, mesh))
+    adapters, _ = checkpoint.load_params(run, lambda _: shapes, step)
     params = join(freeze(model, base.params, config.lora), adapters)
     if param_dtype is not None:
         model = dataclasses.replace(model, param_dtype=param_dtype)

@@ -1,5 +1,6 @@
 """What a compiled program sends over which axes of a mesh, and whether it does so inside a loop: its HLO, read."""
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -80,10 +81,8 @@ def _groups(line: str) -> list[list[int]]:
     if named := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):  # XLA's names, often the mesh's own
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[2])]
-        devices = np.moveaxis(
-            np.arange(np.prod([*sizes.values()])).reshape([*sizes.values()]), along, range(len(along))
-        )
-        return devices.reshape(np.prod(devices.shape[: len(along)]), -1).T.tolist()
+        devices = np.moveaxis(np.arange(math.prod(sizes.values())).reshape([*sizes.values()]), along, range(len(along)))
+        return devices.reshape(math.prod(devices.shape[: len(along)]), -1).T.tolist()
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     assert iota, line
     shape, dims = ([int(n) for n in part.split(",")] for part in iota.groups()[:2])
