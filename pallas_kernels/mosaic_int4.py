@@ -67,7 +67,8 @@ def multiply_add(step: Step, accs: Any, words: Any, scales: Any, zeros: Any | No
     """acc + scale * ((code - zero)^T x^T), float32 (64, tokens) in WGMMA layout, of each of a list; a warpgroup.
 
     Lists of refs of shared memory: words int32 (k / 64, rows / 8, 64), scales (groups, rows), zeros uint8 (groups,
-    rows) or None for 8; and x (tokens, k) swizzled, whose fragments serve the whole list.
+    rows), in the order of `layout.pack_zeros`, or None for 8; and x (tokens, k) swizzled, whose fragments serve the
+    whole list.
     """
     n, with_zeros = len(accs), zeros is not None
     refs = [*words, *scales, *(zeros or []), x]
@@ -98,7 +99,7 @@ def multiply_add(step: Step, accs: Any, words: Any, scales: Any, zeros: Any | No
 def _plain_multiply(step: Step, acc, words, scales, zeros, x):
     f32, codes = jnp.float32, _plain_codes(step, words)
     row = np.array([step.scale_row(k) for k in range(step.k)])
-    zero = 8 if zeros is None else zeros.astype(jnp.int32)[row]
+    zero = 8 if zeros is None else _plain_zeros(zeros)[row]
     w = (codes - zero).astype(f32)
     # Sums of whole groups, or of units where a group is longer, scaled and added in order.
     run = min(step.group, step.unit)
@@ -116,24 +117,57 @@ def _plain_codes(step: Step, words):
     return codes.transpose(0, 1, 5, 2, 4, 6, 3, 7).reshape(-1, step.rows, 64).swapaxes(1, 2).reshape(-1, step.rows)
 
 
+def _plain_zeros(zeros):
+    """int32 (groups, rows), in the order of the columns."""
+    return zeros.reshape(len(zeros), -1, 8, 2).swapaxes(2, 3).reshape(zeros.shape).astype(jnp.int32)
+
+
 class _Weight:
-    """The weight as one thread sees it: its words, and scales and zeros of the two columns of W that it holds."""
+    """The weight as one thread sees it: its words, and scales and zeros of the two columns of W that it holds.
+
+    ldmatrix brings the scales of four groups, or the zeros of eight, at once: its eight rows name two groups in turn,
+    and transposed it gives each thread its own column of both.
+    """
 
     def __init__(self, step: Step, words, scales, zeros):
-        self.step, self.symmetric = step, zeros is None
+        self.step = step
         self.part, self.lane = _divmod(_warp(), step.rows // 16)[0], _lane()
         warp = _divmod(_warp(), step.rows // 16)[1]
         self.tile_bytes = step.rows * 32
         tiles = step.unit // 64
         first = _sum(_times(self.part, tiles * self.tile_bytes), _times(warp, 512), _times(self.lane, 16))
         self._words = _at(mgpu.memref_ptr(words), first)
-        # Where scales differ within a step they also differ between its parts.
         self.groups = step.unit // min(step.group, step.unit)
-        column = _sum(_times(warp, 16), arith.shrui(self.lane, _c(2)))
+        # Groups that the thread meets in a step; where there are several, parts have groups of their own.
+        own = max(1, step.scale_rows // step.parts)
+        self._scales = self._per_group(scales, 2, own, _times(warp, 16))
+        self._zeros = None if zeros is None else self._per_group(zeros, 1, own, _times(warp, 16))
+
+    def _per_group(self, ref, size: int, own: int, column) -> list[Any]:
+        """Registers that hold two values of 16 bits each, of groups 2 n and 2 n + 1: scales (size 2) of the upper and
+        of the lower 8 columns in turn, or pairs of zeros (size 1)."""
+        step, n, pitch = self.step, -(-own // 2) * size, size * self.step.rows
+        count = 1 << (min(n, 4) - 1).bit_length()  # matrices at a time
+        # From one group to the next, and from a pair of groups to the next: those of other parts lie between.
+        next_group = 0 if own == 1 else pitch if self.groups == 2 else pitch * step.parts
+        matrix, odd = arith.andi(arith.shrui(self.lane, _c(3)), _c(count - 1)), arith.andi(self.lane, _c(1))
+        pair = arith.shrui(matrix, _c(1)) if size == 2 else matrix
+        offset = _sum(_times(pair, 2 * pitch * step.parts), _times(odd, next_group), _times(column, size))
+        if size == 2:
+            offset = _sum(offset, _times(arith.andi(matrix, _c(1)), 16))
         if step.scale_rows > 1:
-            column = _sum(column, _times(self.part, self.groups * step.rows))
-        self._scales = _at(mgpu.memref_ptr(scales), _times(column, 2))
-        self._zeros = None if zeros is None else _at(mgpu.memref_ptr(zeros), column)
+            offset = _sum(offset, _times(self.part, self.groups * pitch))
+        address = _sum(llvm.ptrtoint(_i32(), mgpu.memref_ptr(ref)), offset)
+        kind = _i32() if count == 1 else llvm.StructType.get_literal([_i32()] * count)
+        registers = []
+        for first in range(0, n, count):
+            out = ", ".join(f"${i}" for i in range(count))
+            at = f"[${count}+{first // size * 2 * pitch * step.parts}]"
+            text = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 {{{out}}}, {at};"
+            constraints = "=r," * count + "r,~{memory}"
+            loaded = llvm.inline_asm(kind, [address], text, constraints, has_side_effects=True)
+            registers += [loaded] if count == 1 else [llvm.extractvalue(_i32(), loaded, [i]) for i in range(count)]
+        return registers
 
     def words(self, turn: int, tile: int):
         """Four words: a tile's steps of 16 rows of W."""
@@ -141,32 +175,32 @@ class _Weight:
         vector = ir.VectorType.get((4,), _i32())
         return llvm.load(vector, _at(self._words, tile * self.tile_bytes), alignment=16)
 
-    def _first(self, turn: int, group: int, rh: int) -> int:
-        """Place of a group's values among those of the step; the groups of a part follow each other."""
-        if self.step.scale_rows > 1:
-            group += turn * self.step.parts * self.groups
-            return group * self.step.rows + 8 * rh
-        return 8 * rh
-
-    def scale_bits(self, turn: int, group: int, rh: int):
-        where = _at(self._scales, 2 * self._first(turn, group, rh))
-        return llvm.load(ir.IntegerType.get_signless(16), where, alignment=2)
+    def _place(self, turn: int, group: int) -> tuple[int, int]:
+        """(pair, which of it) of a group of a turn, of those that the thread meets."""
+        return divmod(turn * self.groups + group if self.step.scale_rows > 1 else 0, 2)
 
     def scale(self, turn: int, group: int, rh: int):
         """float32."""
-        bits = self.scale_bits(turn, group, rh)
+        pair, odd = self._place(turn, group)
+        both = self._scales[2 * pair + rh]
         if self.step.scale_dtype == "bfloat16":
-            return arith.bitcast(_f32(), arith.shli(arith.extui(_i32(), bits), _c(16)))
-        return arith.extf(_f32(), arith.bitcast(ir.F16Type.get(), bits))
+            return arith.bitcast(_f32(), arith.andi(both, _c(-0x10000)) if odd else arith.shli(both, _c(16)))
+        half = arith.trunci(ir.IntegerType.get_signless(16), arith.shrui(both, _c(16)) if odd else both)
+        return arith.extf(_f32(), arith.bitcast(ir.F16Type.get(), half))
+
+    def scale_twice(self, turn: int, group: int, rh: int):
+        """As stored, in both halves of a register."""
+        pair, odd = self._place(turn, group)
+        both = self._scales[2 * pair + rh]
+        return _permute(both, both, 0x3232 if odd else 0x1010)
 
     def zero(self, turn: int, group: int, rh: int):
         """The magic number and the zero, twice in a register."""
-        magic = _MAGIC[self.step.dtype] * 0x10001
-        if self.symmetric:
-            return _c(magic + 8 * 0x10001)
-        where = _at(self._zeros, self._first(turn, group, rh))
-        zero = llvm.load(ir.IntegerType.get_signless(8), where, alignment=1)
-        return arith.ori(arith.muli(arith.extui(_i32(), zero), _c(0x10001)), _c(magic))
+        magic = _MAGIC[self.step.dtype]
+        if self._zeros is None:
+            return _c((magic + 8) * 0x10001)
+        pair, odd = self._place(turn, group)
+        return _permute(self._zeros[pair], _c(magic >> 8), 0x4040 + 0x0101 * (2 * odd + rh))
 
     def codes(self, words, step16: int, zeros) -> list[Any]:
         """code - zero, exactly: the four registers of A of one step of 16 rows of W."""
@@ -286,7 +320,7 @@ def _scaled(weight: _Weight, code, group: int, rh: int):
     """Two 16-bit numbers times their scale, rounded once."""
     step = weight.step
     if step.scale_dtype == step.dtype:
-        scale = arith.muli(arith.extui(_i32(), weight.scale_bits(0, group, rh)), _c(0x10001))
+        scale = weight.scale_twice(0, group, rh)
         return llvm.inline_asm(_i32(), [code, scale], f"mul.rn.{_NAMES[step.dtype]}x2 $0, $1, $2;", "=r,r,r")
     assert step.dtype == "bfloat16"
     scale = weight.scale(0, group, rh)
@@ -317,6 +351,11 @@ def _times(x, factor: int):
 
 def _divmod(x, by: int):
     return arith.divui(x, _c(by)), arith.remui(x, _c(by))
+
+
+def _permute(low, high, selector: int):
+    """The bytes of the register pair that the hex digits of the selector name, the last one lowest."""
+    return llvm.inline_asm(_i32(), [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
 
 
 def _at(pointer, byte):
@@ -404,8 +443,8 @@ def store_sum(step: Step, sums: Any, out: Any) -> None:
 def dequantize(words: Any, scales: Any, zeros: Any | None, *, group: int, dtype: Any) -> Any:
     """(code - zero) * scale of a tile, rounded once to 16 bits: W^T (64, 64) in WGMMA layout; a warpgroup.
 
-    Refs of shared memory: words int32 (8, 64), scales (groups, 64), zeros uint8 (groups, 64) or None for 8; of two or
-    more groups in the tile each has `group` rows of W.
+    Refs of shared memory: words int32 (8, 64), scales (groups, 64), zeros uint8 (groups, 64), in the order of
+    `layout.pack_zeros`, or None for 8; of two or more groups in the tile each has `group` rows of W.
     """
     dtype = jnp.dtype(dtype)
     refs = [words, scales, *([] if zeros is None else [zeros])]
@@ -416,7 +455,7 @@ def dequantize(words: Any, scales: Any, zeros: Any | None, *, group: int, dtype:
 
     def interpret_refs(words, scales, *zeros):
         row = np.array([step.scale_row(k) for k in range(64)])
-        whole = _plain_codes(step, words) - (zeros[0].astype(jnp.int32)[row] if zeros else 8)
+        whole = _plain_codes(step, words) - (_plain_zeros(zeros[0])[row] if zeros else 8)
         return (whole.astype(jnp.float32) * scales.astype(jnp.float32)[row]).astype(dtype).T, {}
 
     emit.interpret_refs = interpret_refs

@@ -32,7 +32,7 @@ class Int4Tensor:
 
         words        int32 (N'/64, K'/64, 8, 64)     pallas_kernels.w4a16.layout.pack(code)
         scales       bfloat16 or float16 (N'/64, G, 64)     scales[n // 64, r, n % 64] = scale[r, n]
-        zeros        uint8 (N'/64, G, 64), or None: zero = 8 everywhere (symmetric)
+        zeros        uint8 (N'/64, G, 64), or None: zero = 8 everywhere (symmetric)     layout.pack_zeros(zero)
         permutation  int32 (K,), or None: the identity (activation order, GPTQ's g_idx: group of row permutation[i] is
                      i // group)
 
@@ -145,7 +145,7 @@ def _packed(codes: Array, scales: Array, zeros: Array | None, permutation: Array
     return (
         layout.pack(_padded_codes(codes, zeros, group)),
         layout.pack_columns(_padded_groups(scales, rows, group)),
-        None if zeros is None else layout.pack_columns(_padded_groups(zeros, rows, group)),
+        None if zeros is None else layout.pack_zeros(_padded_groups(zeros, rows, group)),
     )
 
 
@@ -156,7 +156,7 @@ def _unpacked(tensor: Int4Tensor) -> Any:
     return (
         layout.unpack(tensor.words, (K, N)),
         layout.unpack_columns(scales, N)[:groups],
-        None if zeros is None else layout.unpack_columns(zeros, N)[:groups],
+        None if zeros is None else layout.unpack_zeros(zeros, N)[:groups],
     )
 
 

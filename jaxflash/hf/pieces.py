@@ -20,7 +20,7 @@ from jaxflash.hf.names import Place, places
 from jaxflash.hf.place import at
 from jaxflash.hf.scheme import FLOAT, FP8, Scheme
 from pallas_kernels.dispatch import Unsupported
-from pallas_kernels.w4a16.layout import unpack_columns
+from pallas_kernels.w4a16.layout import unpack_columns, unpack_zeros
 from quant.formats import fp8
 from quant.formats.api import FORMATS
 from quant.formats.grid import Format, Grid, LinearSpec, grid_of
@@ -226,8 +226,9 @@ def _fetch_grid(leaf: Int4Tensor, layer: int) -> Grid:
 def _plain_grid(everywhere: Any) -> Any:
     def fetch(leaf: Int4Tensor, layer: Any) -> Any:
         one: Int4Tensor = jax.tree.map(lambda a: a[layer], leaf)
-        columns = functools.partial(unpack_columns, columns=one.shape[1])
-        return columns(one.scales), None if one.zeros is None else columns(one.zeros), one.permutation
+        N = one.shape[1]
+        zeros = None if one.zeros is None else unpack_zeros(one.zeros, N)
+        return unpack_columns(one.scales, N), zeros, one.permutation
 
     return jax.jit(fetch, out_shardings=everywhere)
 

@@ -45,7 +45,7 @@ class Case:
     def packed(self, seed: int = 0) -> tuple[Any, Any, Any, Any]:
         """x, words, scales and zeros as an implementation takes them."""
         x, codes, scales, zeros = self.operands(seed)
-        columns = None if zeros is None else layout.pack_columns(jnp.asarray(zeros))
+        columns = None if zeros is None else layout.pack_zeros(jnp.asarray(zeros))
         return jnp.asarray(x), layout.pack(jnp.asarray(codes)), layout.pack_columns(jnp.asarray(scales)), columns
 
     def spec(self) -> W4A16Spec:

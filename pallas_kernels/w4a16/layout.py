@@ -74,7 +74,7 @@ def _shifts(leading: int) -> UInt32[Array, "*leading 2 2 2"]:
 
 
 def pack_columns(values: Shaped[Array, "groups n"]) -> Shaped[Array, "column_tiles groups 64"]:
-    """Scales or zero points of every group and column, columns by tiles; the padding has value 0."""
+    """Scales of every group and column, columns by tiles; the padding has value 0."""
     groups, N = values.shape
     values = jnp.pad(values, ((0, 0), (0, padded(N) - N)))
     return values.reshape(groups, padded(N) // TILE, TILE).transpose(1, 0, 2)
@@ -84,3 +84,21 @@ def unpack_columns(values: Shaped[Array, "column_tiles groups 64"], columns: int
     """Undoes `pack_columns` for a weight of `columns` columns."""
     column_tiles, groups, _ = values.shape
     return values.transpose(1, 0, 2).reshape(groups, column_tiles * TILE)[:, :columns]
+
+
+def pack_zeros(zeros: UInt8[Array, "groups n"]) -> UInt8[Array, "column_tiles groups 64"]:
+    """Zero points as `pack_columns`, but with the two columns of a thread (rh = 0, 1) side by side: the 16 bytes of a
+    warp are then a row of eight pairs, which ldmatrix hands out."""
+    columns = pack_columns(zeros)
+    return columns.reshape(-1, *_COLUMNS).swapaxes(2, 3).reshape(columns.shape)
+
+
+def zeros_by_column(zeros: UInt8[Array, "column_tiles groups 64"]) -> UInt8[Array, "column_tiles groups 64"]:
+    """Packed zero points in the order of `pack_columns`."""
+    warps, rh, l8 = _COLUMNS
+    return zeros.reshape(-1, warps, l8, rh).swapaxes(2, 3).reshape(zeros.shape)
+
+
+def unpack_zeros(zeros: UInt8[Array, "column_tiles groups 64"], columns: int) -> UInt8[Array, "groups n"]:
+    """Undoes `pack_zeros` for a weight of `columns` columns."""
+    return unpack_columns(zeros_by_column(zeros), columns)

@@ -40,6 +40,8 @@ def columns(
     """W^T in `spec.operand_dtype`, rows of W in the order of `layout.unpack_words`; 0 in its padding."""
     steps = spec.padded_K // 16  # rows of W that lie together in both orders and share a group
 
+    zeros = None if zeros is None else layout.zeros_by_column(zeros)
+
     def by_step(per_group: Array) -> Array:
         per_group = per_group.swapaxes(1, 2).reshape(spec.padded_N, spec.groups)
         every = tile.repeated(per_group, spec.group // 16, steps, axis=1)

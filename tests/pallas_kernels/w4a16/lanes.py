@@ -153,15 +153,26 @@ def _asm(memory: Memory, text: str, operands: list[Any]) -> Any:
     if text.startswith("fma.rn.f32"):
         a, b, c = (np.broadcast_to(x, (128,)).astype(np.float32) for x in operands)
         return a * b + c
-    if match := re.match(r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 .*\[\$4\+(\d+)\];", text):
-        rows = _u32(operands[0]).astype(np.int64) + int(match[1])
-        out = []
-        for i in range(4):
-            # Row r of matrix i comes from the address that lane 8 i + r of the warp holds; lane l gets row l / 4.
-            source = rows[LANES // 32 * 32 + 8 * i + LANES % 32 // 4]
-            out.append(memory.gather(source + 4 * (LANES % 4), np.uint32, 4))
+    if match := re.match(r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.shared\.b16 .*\[\$\1\+(\d+)\];", text):
+        count, transposed, offset = int(match[1]), match[2], int(match[3])
+        rows = _u32(operands[0]).astype(np.int64) + offset
         assert (rows % 16 == 0).all()
-        return out
+        first_lane, out = LANES // 32 * 32, []
+        for i in range(count):
+            # Row r of matrix i comes from the address that lane 8 i + r of the warp holds.
+            row, column = LANES % 32 // 4, LANES % 4
+            if transposed:  # lane l gets what lies in column l / 4 of rows 2 (l % 4) and 1 more
+                low, high = (
+                    memory.gather(rows[first_lane + 8 * i + 2 * column + e] + 2 * row, np.uint16, 2) for e in (0, 1)
+                )
+                out.append(low.astype(np.uint32) | high.astype(np.uint32) << 16)
+            else:  # row l / 4, columns 2 (l % 4) and 1 more
+                out.append(memory.gather(rows[first_lane + 8 * i + row] + 4 * column, np.uint32, 4))
+        return out[0] if count == 1 else out
+    if match := re.match(r"prmt\.b32 \$0, \$1, \$2, (\S+);", text):
+        pair = np.concatenate([np.broadcast_to(_u32(x), 128)[:, None] for x in operands], axis=1).view(np.uint8)
+        digits = [int(match[1], 16) >> 4 * i & 15 for i in range(4)]
+        return np.ascontiguousarray(pair[:, digits]).view(np.uint32)[:, 0]
     if match := re.match(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", text):
         return _mma(match[1], operands[:4], operands[4:8], operands[8:])
     if "@p st.global.b16" in text:
@@ -234,6 +245,7 @@ def warpgroup(memory: Memory) -> Iterator[None]:
             addf=operation(lambda a, b: (a + b).astype(np.float32)),
             extui=lambda kind, x: np.asarray(x).astype(np.int64),
             extf=lambda kind, x: x.astype(np.float32),
+            trunci=lambda kind, x: (_u32(x) & 0xFFFF).astype(np.uint16),
             truncf=lambda kind, x: x.astype(_FLOATS[kind]),
             bitcast=bitcast,
             index_cast=lambda kind, x: x,

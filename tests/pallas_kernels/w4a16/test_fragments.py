@@ -6,6 +6,7 @@ import pytest
 
 from pallas_kernels import mosaic_int4
 from pallas_kernels.mosaic_int4 import PITCH, Step
+from pallas_kernels.w4a16 import layout
 from tests.pallas_kernels.w4a16 import lanes
 
 RNG = np.random.default_rng(0)
@@ -75,7 +76,9 @@ def test_dequantized_tiles(group: int, zeros: bool, dtypes: tuple[str, str]):
     scales = RNG.uniform(0.001, 0.1, (step.scale_rows, 64)).astype(jnp.dtype(dtypes[1]))
     zero = RNG.integers(0, 17, (step.scale_rows, 64), dtype=np.uint8) if zeros else None
     row = np.arange(64) * step.scale_rows // 64
-    whole = np.asarray(mosaic_int4._plain_codes(step, words)) - (8 if zero is None else zero.astype(int)[row])
+    whole = np.asarray(mosaic_int4._plain_codes(step, words)) - (
+        8 if zero is None else np.asarray(layout.zeros_by_column(jnp.asarray(zero)[None])[0]).astype(int)[row]
+    )
     expected = (whole.astype(np.float32) * scales.astype(np.float32)[row]).astype(jnp.dtype(dtypes[0])).T
     memory = lanes.Memory()
     refs = [memory.place(words), memory.place(scales), None if zero is None else memory.place(zero)]
