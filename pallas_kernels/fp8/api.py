@@ -55,7 +55,16 @@ def product(
     """
     _check(
         spec,
-        make_spec(x, x_scales, w, w_scales, scaling=spec.scaling, dtype=spec.dtype, power_of_two=spec.power_of_two),
+        make_spec(
+            x,
+            x_scales,
+            w,
+            w_scales,
+            scaling=spec.scaling,
+            dtype=spec.dtype,
+            power_of_two=spec.power_of_two,
+            fast_accumulation=spec.fast_accumulation,
+        ),
     )
     chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
     return jnp.zeros((0, spec.N), spec.dtype) if spec.empty else chosen.forward(spec, x, x_scales, w, w_scales)
@@ -104,8 +113,9 @@ def _check(spec: Fp8Spec, given: Fp8Spec) -> None:
         raise ValueError(f"{spec.op}: the arrays are of {given}, not of {spec=!s} - they must agree. Use make_spec.")
 
 
-def _of_codes(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: Any) -> Any:
-    spec = make_spec(a, a_scale, b, b_scale, scaling="tensor", dtype=jnp.dtype(dtype).name, power_of_two=True)
+def _of_codes(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: Any, *, fast_accumulation: bool) -> Any:
+    facts: dict[str, Any] = {"scaling": "tensor", "dtype": jnp.dtype(dtype).name, "power_of_two": True}
+    spec = make_spec(a, a_scale, b, b_scale, **facts, fast_accumulation=fast_accumulation)
     return product(spec, a, a_scale, b, b_scale)
 
 

@@ -3,8 +3,11 @@
 Both operands lie along K: with another order XLA is 2 to 10 times slower (H200, jax 0.11.2). It shards as any dot does.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.lax import Precision
 from jaxtyping import Array, Float
 
 from pallas_kernels.device import Device
@@ -22,14 +25,22 @@ def matmul(
 ) -> Float[Array, "m n"]:
     """y = x W^T, rounded once where scales are powers of two; else rounded, times the scales, rounded again.
 
-    Sums are the tensor core's own, in fewer bits than float32 has. A separate multiplication by the scales takes half
-    as long again at K = 2048 (H200, 2026-11-30: 1011 us for 704).
+    With `fast_accumulation` sums are the tensor core's own, in fewer bits than float32 has; without, they are promoted
+    now and then, which XLA has cuBLASLt do for a product of the highest precision. A separate multiplication by the
+    scales takes half as long again at K = 2048 (H200, 2026-11-30: 1011 us for 704).
     """
+    precision = Precision.DEFAULT if spec.fast_accumulation else Precision.HIGHEST
+    product = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=_ALONG_K,
+        precision=precision,
+        preferred_element_type=jnp.dtype(spec.dtype),
+    )
     if spec.power_of_two and spec.scaling == "tensor":
         # XLA's name for a product of codes with one scale each. bfloat16 holds these values, so nothing is rounded.
         a, b = (codes.astype(jnp.bfloat16) * s.astype(jnp.bfloat16) for codes, s in ((x, x_scales), (w, w_scales)))
-        return jax.lax.dot_general(a, b, _ALONG_K, preferred_element_type=jnp.dtype(spec.dtype))
-    y = jax.lax.dot_general(x, w, _ALONG_K, preferred_element_type=jnp.dtype(spec.dtype))
+        return product(a, b)
+    y = product(x, w)
     return (y.astype(jnp.float32) * (x_scales * w_scales.T)).astype(spec.dtype)
 
 

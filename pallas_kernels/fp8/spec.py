@@ -27,7 +27,8 @@ class Fp8Spec:
         block     1 x 128 (M, K/128 up)          128 x 128 (N/128 up, K/128 up)
 
     x_dtype, w_dtype: float8_e4m3fn or float8_e5m2. dtype: that of y. power_of_two: all scales are; then XLA takes them
-    into its product. Raises ValueError, naming the field.
+    into its product. fast_accumulation: whether the tensor core alone may sum over K, in some 14 bits (cuBLASLt's).
+    Raises ValueError, naming the field.
     """
 
     op: ClassVar[str] = OP
@@ -40,6 +41,7 @@ class Fp8Spec:
     x_dtype: str = E4M3
     w_dtype: str = E4M3
     power_of_two: bool = False
+    fast_accumulation: bool = True
 
     def __post_init__(self):
         if self.M < 0 or self.K < 1 or self.N < 1:
@@ -102,7 +104,15 @@ def scale_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, in
 
 
 def make_spec(
-    x: Any, x_scales: Any, w: Any, w_scales: Any, *, scaling: str, dtype: str, power_of_two: bool = False
+    x: Any,
+    x_scales: Any,
+    w: Any,
+    w_scales: Any,
+    *,
+    scaling: str,
+    dtype: str,
+    power_of_two: bool = False,
+    fast_accumulation: bool = True,
 ) -> Fp8Spec:
     """The spec of a call. Reads only `.shape` and `.dtype` of arrays.
 
@@ -122,6 +132,7 @@ def make_spec(
         x_dtype=jnp.dtype(x.dtype).name,
         w_dtype=jnp.dtype(w.dtype).name,
         power_of_two=power_of_two,
+        fast_accumulation=fast_accumulation,
     )
     check_scales(OP, "x_scales", x_scales, scale_shape(x.shape, x_block(scaling, x.shape)), scaling)
     check_scales(OP, "w_scales", w_scales, scale_shape(w.shape, w_block(scaling, w.shape)), scaling)

@@ -94,6 +94,15 @@ def test_training_products_are_of_operands_rounded_once():
     assert_close(dw, x8.T @ dy8, x8.T.astype(f32) @ dy8.astype(f32), "dw")
 
 
+def test_only_the_forward_product_accumulates_fast(monkeypatch):
+    """XLA has cuBLASLt sum products of DEFAULT precision in the tensor core alone; gradients want float32."""
+    monkeypatch.setattr(api, "current_device", lambda: H200)
+    x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 48), "float32")
+    text = str(jax.make_jaxpr(lambda x, w: jax.vjp(api.train_matmul, x, w)[1](jnp.ones((64, 48), "bfloat16")))(x, w))
+    products = [product.split("preferred_element_type")[0] for product in text.split("dot_general[")[1:]]
+    assert ["HIGHEST" in product for product in products] == [False, True, True]
+
+
 def test_the_gradient_takes_the_weights_dtype():
     def gradients(x, w):
         return jax.grad(lambda x, w: api.train_matmul(x, w).astype("float32").sum(), argnums=(0, 1))(x, w)
