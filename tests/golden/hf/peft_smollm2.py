@@ -54,9 +54,9 @@ def write(folder: Path, out: Path) -> None:
 
 
 def with_peft(out: Path) -> None:
-    import torch
-    from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]
+    from peft import LoraConfig, PeftModel, get_peft_model  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     held = np.load(out / "base.npz")
     tokens = torch.tensor(held["tokens"].astype(np.int64))

@@ -104,7 +104,7 @@ def test_refused(tmp_path):
 
 
 def test_a_model_is_quantised_to_fp8_and_computes(tmp_path):
-    """The logits of W8A8 are near those of the dense model, and those of the folder are the model's; under adapters too.
+    """The logits of W8A8 are near those of the dense model, and those of the folder are the model's.
 
     Fresh adapters change no bit of them; merged, the weights are the numbers that the codes stand for.
     """
