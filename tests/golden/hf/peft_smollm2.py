@@ -6,6 +6,9 @@ Needs the network and torch, so no test runs it. DIR is that of `smollm2.py`; OU
     python -m venv ENV && ENV/bin/pip install torch transformers peft
     ENV/bin/python tests/golden/hf/peft_smollm2.py peft OUT                # compares, and writes adapters of its own
     PYTHONPATH=. python tests/golden/hf/peft_smollm2.py read OUT           # compares these
+
+Float32, peft 0.21.2, transformers 5.24.0: of logits up to 35, ours with our adapters and peft's are 6.6e-5 ("all") and
+9.3e-5 ("some") apart; with adapters that peft wrote 1.3e-4 and 7.1e-5.
 """
 
 import sys
