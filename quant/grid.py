@@ -156,7 +156,9 @@ def of_range(
     last = recipe.last
     scale = jnp.maximum(high, -low) * (2 / last) if recipe.symmetric else high / last - low / last
     scale = jnp.where(scale == 0, 1.0, scale)
-    step = scale.astype(recipe.scale_dtype).astype(scale.dtype)
+    # Not by casts there and back, which XLA takes out where it may keep excess precision, as it may on a GPU.
+    stored = jnp.finfo(recipe.scale_dtype)
+    step = jax.lax.reduce_precision(scale, stored.nexp, stored.nmant)
     step = jnp.where(step == 0, 1.0, step)  # too small to be stored, which is refused outside of jit
     zero = jnp.full_like(step, recipe.symmetric_zero)
     return step, zero if recipe.symmetric else jnp.clip(jnp.round(-low / step), 0, last), scale

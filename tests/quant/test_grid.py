@@ -1,9 +1,12 @@
 """Grids of groups: ranges by least squares against trying them all, and codes in and out of their packed form."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 
 from quant import grid
 from quant.recipe import BITS, Recipe
@@ -43,6 +46,34 @@ def test_least_squares_lower_the_error_of_any_magnitude(symmetric, size):
         value = grid.decode(grid.encode(rows, scale, zero, recipe), scale, zero).reshape(-1, 6)[:100]
         errors.append(((np.asarray(value, float) / size - WEIGHT) ** 2).sum(axis=0))
     assert (errors[1] <= errors[0] * (1 + 1e-5)).all() and errors[1].sum() < 0.97 * errors[0].sum()
+
+
+def without_casts(jaxpr, *args):
+    """What the program computes where a compiler keeps excess precision: values are not rounded by casts."""
+    values = dict(zip(jaxpr.jaxpr.invars, args, strict=True)) | dict(
+        zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
+    )
+    for eqn in jaxpr.jaxpr.eqns:
+        read = [values[v] if isinstance(v, Var) else v.val for v in eqn.invars]
+        if eqn.primitive.name == "jit":
+            out = without_casts(eqn.params["jaxpr"], *read)
+        elif eqn.primitive.name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating):
+            out = [jnp.asarray(read[0], jnp.promote_types(eqn.params["new_dtype"], read[0].dtype))]
+        else:
+            out = eqn.primitive.bind(*read, **eqn.params)
+            out = out if eqn.primitive.multiple_results else [out]
+        values |= zip(eqn.outvars, out, strict=True)
+    return [values[v] for v in jaxpr.jaxpr.outvars]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_scales_are_rounded_even_where_casts_there_and_back_are_taken_out(dtype):
+    recipe = Recipe(group=32, symmetric=True, scale_dtype=dtype)
+    high = jnp.asarray(RNG.uniform(0.01, 1, 50), jnp.float32)
+    program = jax.make_jaxpr(functools.partial(grid.of_range, recipe=recipe))(-high / 2, high)
+    step, _, exact = without_casts(program, -high / 2, high)
+    np.testing.assert_array_equal(step, np.asarray(exact).astype(jnp.dtype(dtype)).astype(np.float32))
+    assert (np.asarray(step) != exact).any()
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from quant import split
+from quant.fp8 import quantize_fp8
 from quant.lora import LoraConfig, LoraTensor, init_factors, with_key
 from quant.matmul import matmul
 from quant.tensor import Int4Tensor
@@ -25,7 +26,9 @@ SCALES = RNG.uniform(0.01, 0.02, (K // GROUP, N)).astype(jnp.bfloat16)
 ZEROS = RNG.integers(0, 16, SCALES.shape, dtype=np.uint8)
 W = oracle.weight(CODES, SCALES, ZEROS, GROUP)
 PACKED = Int4Tensor.from_codes(CODES, SCALES, ZEROS, group=GROUP)
-BASES = {"packed": PACKED, "dense": jnp.asarray(W, jnp.float32)}
+FP8 = quantize_fp8(jnp.asarray(W, jnp.float32))  # one block
+W8 = np.asarray(FP8.codes, float).T * np.asarray(FP8.scales, float)
+BASES = {"packed": (PACKED, W), "dense": (jnp.asarray(W, jnp.float32), W), "fp8": (FP8, W8)}
 A, B = (RNG.standard_normal(shape).astype(np.float32) for shape in ((K, R), (R, N)))
 BIAS = RNG.standard_normal(N).astype(np.float32)
 CONFIG = LoraConfig(rank=R, alpha=6.0)
@@ -42,9 +45,12 @@ def outcome(x, weight, bias, dy):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("base", BASES)
 def test_values_and_gradients(base, dtype):
-    x = RNG.standard_normal((6, K)).astype(jnp.dtype(dtype))
+    """x is whole eighths up to 14, which FP8's e4m3 holds too: over such a base, x is rounded to 8 bits."""
+    base, W = BASES[base]
+    x = (RNG.integers(-14, 15, (6, K)) / 8).astype(jnp.dtype(dtype))
+    x[:, 0] = 14 / 8  # 448 steps of 2^-8, the scale
     dy = RNG.standard_normal((6, N)).astype(jnp.dtype(dtype))
-    weight = LoraTensor(base=BASES[base], a=jnp.asarray(A), b=jnp.asarray(B), config=CONFIG)
+    weight = LoraTensor(base=base, a=jnp.asarray(A), b=jnp.asarray(B), config=CONFIG)
     y, (dx, dweight, dbias) = outcome(x, weight, jnp.asarray(BIAS), dy)
 
     def formulas(t):
@@ -73,10 +79,11 @@ def test_values_and_gradients(base, dtype):
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_fresh_adapter_changes_no_bit(base):
+    base, _ = BASES[base]
     a, b = init_factors(jax.random.key(1), (K, N), R)
     x = RNG.standard_normal((5, K)).astype(np.float32)
-    weight = LoraTensor(base=BASES[base], a=a, b=b, config=CONFIG)
-    np.testing.assert_array_equal(jax.jit(matmul)(x, weight), jax.jit(matmul)(x, BASES[base]))
+    weight = LoraTensor(base=base, a=a, b=b, config=CONFIG)
+    np.testing.assert_array_equal(jax.jit(matmul)(x, weight), jax.jit(matmul)(x, base))
 
 
 def test_how_it_begins():
@@ -108,7 +115,8 @@ def test_dropout_leaves_inputs_of_the_adapter_out():
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_merged_weight(base):
-    weight = LoraTensor(base=BASES[base], a=jnp.asarray(A), b=jnp.asarray(B), config=CONFIG)
+    base, W = BASES[base]
+    weight = LoraTensor(base=base, a=jnp.asarray(A), b=jnp.asarray(B), config=CONFIG)
     truth = W + SCALE * A.astype(float) @ B.astype(float)
     for dtype in ("float32", "bfloat16"):
         assert_close(

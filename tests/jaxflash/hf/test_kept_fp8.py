@@ -11,12 +11,14 @@ import pytest
 from flax import nnx
 
 from jaxflash.config import preset
+from jaxflash.finetune import add_adapters, merge
 from jaxflash.language_model import load, save
 from jaxflash.model import abstract
 from jaxflash.quantize import quantize
 from pallas_kernels.dispatch import Unsupported
 from quant import split
 from quant.fp8 import Fp8Tensor, quantize_fp8
+from quant.lora import LoraConfig
 from quant.recipe import Fp8Recipe
 from sharding.mesh import make_mesh
 from tests.jaxflash.hf.quantised import dense, same
@@ -102,7 +104,10 @@ def test_refused(tmp_path):
 
 
 def test_a_model_is_quantised_to_fp8_and_computes(tmp_path):
-    """The logits of W8A8 are near those of the dense model, and those of the folder are the model's."""
+    """The logits of W8A8 are near those of the dense model, and those of the folder are the model's.
+
+    Fresh adapters change no bit of them; merged, the weights are the numbers that the codes stand for.
+    """
     model = dense(CONFIG)
     packed = quantize(model, Fp8Recipe(scaling="block"))
     save(packed, tmp_path / "x")
@@ -116,6 +121,11 @@ def test_a_model_is_quantised_to_fp8_and_computes(tmp_path):
 
     exact, rounded = (np.asarray(logits(m.params)) for m in (model, packed))
     assert 0 < np.abs(rounded - exact).max() < 0.1 * np.abs(exact).max()
+    adapted = add_adapters(back, LoraConfig(rank=2, targets="mlp/.*"))
+    np.testing.assert_array_equal(logits(adapted.params), rounded)
+    down = packed.params["blocks"]["mlp"]["down"]["weight"]
+    merged = merge(adapted).params["blocks"]["mlp"]["down"]["weight"]
+    np.testing.assert_array_equal(merged, jax.vmap(Fp8Tensor.dequantize)(down))
     with pytest.raises(ValueError, match="method='gptq'.*nearest"):
         quantize(model, Fp8Recipe(), method="gptq")
     with pytest.raises(ValueError, match="scaling='column'"):
