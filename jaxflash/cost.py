@@ -111,7 +111,8 @@ class Step:
             parameters=self.stored.total * self.param,
             optimizer=split * 2 * _FLOAT32 + 3 * 4,  # AdamW, the schedule and the state count steps
             inputs=config.accumulate * self.tokens * field_bytes,
-            gradients=sums * (_FLOAT32 + self.param * several),
+            # A pipeline adds a layer's to the sums as it finds them.
+            gradients=sums * (_FLOAT32 + self.param * (several and self.schedule is None)),
             activations=self._activations(),
             buffers=self._buffers(gathers=config.zero == 3 and self.gathered.total > split),
         )
@@ -156,7 +157,7 @@ class Step:
         sent["context"] = accumulate * (ring + all_reduce(split * self.param, n["context"]))
         if self.schedule is not None:
             moved = 2 * self.schedule.chunks * self._stream
-            ends = 2 * all_reduce(self._stream // self.compute * _FLOAT32, n["stage"])
+            ends = all_gather(self._stream, n["stage"])  # parts of what leaves the last layer, or gradients of these
             shared = all_reduce(self.stored.others * _FLOAT32, n["stage"])
             dealt = all_gather(self._dealt * (self.param + _FLOAT32), n["stage"])  # and their gradients, collected
             sent["stage"] = accumulate * (moved + ends) + shared + dealt
