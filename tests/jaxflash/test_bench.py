@@ -94,7 +94,7 @@ def test_a_row_is_the_trainers_own_run(packing, capsys):
     row = json.loads(capsys.readouterr().out)
 
     # --profile changes nothing of the steps before: the same losses as a run of six steps.
-    run = {"packing": packing, "steps": 6, "warmup_steps": 2000, "mesh": {"data": 1}}
+    run = {"packing": packing, "steps": 6, "warmup_steps": 8000, "mesh": {"data": 1}}
     config = override(train_preset("tiny", **changes), run)
     losses = train(config, quiet=True).curve()[1]
     assert row["losses"] == [round(loss, 4) for loss in losses]
@@ -138,7 +138,7 @@ def test_a_wrong_call_ends_with_status_2(arguments, message, capsys, tmp_path):
 
 def test_losses_are_compared_with_those_of_the_same_training_on_one_device(monkeypatch, tmp_path, capsys):
     call = ["--preset=tiny", "--steps=8", "--mesh=fsdp=2", "--commit=abc"]
-    config = train_preset("tiny", steps=8, warmup_steps=2000)
+    config = train_preset("tiny", steps=8, warmup_steps=8000)
     same = bench._training(config) | {"devices": 1}
     losses = [5.0, 4.0, 3.0]
     rows = [
