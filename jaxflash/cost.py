@@ -32,7 +32,7 @@ class Machine:
     """What a device gives. memory: bytes, of which JAX takes `usable` (its default: XLA_PYTHON_CLIENT_MEM_FRACTION).
 
     peak: dense bfloat16 FLOP/s (NVIDIA's data sheet of the H200). efficiency: the part of it that a step reaches
-    without collectives; 0.51 is `1b` on one H200 (notebooks/results/scaling_h200.jsonl). copy: bytes a second of
+    without collectives; 0.525 is `1b` on one H200 (notebooks/results/scaling_h200.jsonl). copy: bytes a second of
     elementwise work (measured). links: collectives of two H200s reached 250 GB/s there, by NVLink; 50 GB/s is the
     nominal rate of one 400 Gb/s adapter for each GPU.
     """
@@ -40,7 +40,7 @@ class Machine:
     memory: float = 141e9
     usable: float = 0.75
     peak: float = 989e12
-    efficiency: float = 0.51
+    efficiency: float = 0.525
     copy: float = 3.4e12
     links: Links = Links(within=250e9, between=50e9, per_host=8)
 
