@@ -35,6 +35,9 @@ from pallas_kernels.timing import commit, versions
 from sharding.mesh import make_mesh, parse_mesh
 
 PROFILED_STEPS = 3
+# As Llama 3 began (2407.21783, section 3.4.1): the steps of a row are the first of a long run. With 100, the loss of
+# "1b" jumps from step 15 on, at a third and a sixth of the rate too, and from there on rounding decides what it is.
+_WARM_UP_STEPS = 8000
 _TOP = 10
 _NAME_LENGTH = 120  # the template arguments of a library's kernel can fill a page
 
@@ -77,20 +80,12 @@ def measure(config: TrainConfig, *, warm_up: int = 5, trace: str | Path | None =
     seconds = sum(r["seconds"] for r in timed)
     tokens = sum(r["tokens_per_s"] * r["seconds"] for r in timed)
     row = {
-        "parameters": count_parameters(config.model),
-        "data": "shipped" if config.data is None else list(config.data),
-        "tokenizer": config.tokenizer,
-        "seq_len": config.seq_len,
-        "batch_size": config.batch_size,
+        **_training(config),
         "accumulate": config.accumulate,
-        "packing": config.packing,
         "implementation": config.model.attention,
         "attention": _attention(config),
         "remat": config.model.remat,
         "loss_chunk": config.loss_chunk,
-        "compute_dtype": config.model.compute_dtype,
-        "param_dtype": config.model.param_dtype,
-        "steps": config.steps,
         "warm_up": warm_up,
         "step_s": round(statistics.median(r["seconds"] for r in timed), 5),
         "step_s_range": [round(f(r["seconds"] for r in timed), 5) for f in (min, max)],
@@ -112,6 +107,39 @@ def measure(config: TrainConfig, *, warm_up: int = 5, trace: str | Path | None =
     if trace is not None:
         row |= {"profiled_steps": PROFILED_STEPS} | top_kernels(Path(trace), steps=PROFILED_STEPS)
     return row
+
+
+def _training(config: TrainConfig) -> dict[str, Any]:
+    """What the losses depend on, but for rounding: not on the mesh, nor on what is computed in parts or again."""
+    return {
+        "parameters": count_parameters(config.model),
+        "data": "shipped" if config.data is None else list(config.data),
+        "tokenizer": config.tokenizer,
+        "seq_len": config.seq_len,
+        "batch_size": config.batch_size,
+        "packing": config.packing,
+        "compute_dtype": config.model.compute_dtype,
+        "param_dtype": config.model.param_dtype,
+        "learning_rate": config.learning_rate,
+        "warmup_steps": config.warmup_steps,
+        "seed": config.seed,
+        "steps": config.steps,
+    }
+
+
+def losses_on_one_device(config: TrainConfig, rows: str | Path) -> list[float]:
+    """The losses of the newest row in the .jsonl `rows` that trained as `config` does, on one device.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it has no such row.
+    """
+    wanted = _training(config)
+    for line in reversed(Path(rows).read_text(encoding="utf-8").splitlines()):
+        row = json.loads(line)
+        if row.get("devices") == 1 and all(row.get(name) == value for name, value in wanted.items()):
+            return row["losses"]
+    raise ValueError(f"bench: {str(rows)!r} has no row of one device with {wanted}. Measure it first, with --out.")
 
 
 @dataclasses.dataclass
@@ -240,15 +268,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--profile", action="store_true", help="trace 3 more steps and name the ten heaviest kernels")
     parser.add_argument("--trace", metavar="DIR", help="like --profile, and keep the trace there")
     parser.add_argument("--out", metavar="FILE", help="a .jsonl to append the row to")
+    parser.add_argument(
+        "--against", metavar="FILE", help="a .jsonl: the largest difference from its losses on 1 device"
+    )
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     args = parser.parse_args(argv)
-    changes: dict[str, Any] = {"steps": args.steps, "model.attention": args.implementation} | dict(args.set)
+    changes: dict[str, Any] = {
+        "steps": args.steps, "warmup_steps": _WARM_UP_STEPS, "model.attention": args.implementation
+    } | dict(args.set)  # fmt: skip
     if args.packing is not None:
         changes["packing"] = args.packing
     try:
         if args.mesh is not None:
             changes["mesh"] = parse_mesh(args.mesh)
         config = train_preset(args.preset, **changes)
+        alone = None if args.against is None else losses_on_one_device(config, args.against)
         if args.out is not None:
             Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -258,6 +292,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     row = {"what": "training", "preset": args.preset, **measured}
+    if alone is not None:
+        apart = [abs(a - b) for a, b in zip(row["losses"], alone, strict=True)]
+        row |= {"loss_difference": round(max(apart), 4), "loss_difference_step": apart.index(max(apart)) + 1}
     row |= {"commit": args.commit or commit(), "date": datetime.date.today().isoformat()}
     line = json.dumps(row | {"command": shlex.join(["python", "-m", "jaxflash.bench", *argv])})
     print(line, flush=True)

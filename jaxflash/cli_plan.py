@@ -31,7 +31,10 @@ def add(commands: Any) -> None:
     machine.add_argument("--usable", type=float, default=_H200.usable, help="part of it that JAX takes (default 0.75)")
     machine.add_argument("--peak", type=float, default=_H200.peak, help="FLOP/s (default 989e12)")
     machine.add_argument(
-        "--efficiency", type=float, default=_H200.efficiency, help="part of the peak without collectives (default 0.51)"
+        "--efficiency",
+        type=float,
+        default=_H200.efficiency,
+        help="part of the peak without collectives (default 0.525)",
     )
     machine.add_argument("--nvlink", type=size, default=_H200.links.within, help="a second (default 250GB)")
     machine.add_argument("--network", type=size, default=_H200.links.between, help="a second and GPU (default 50GB)")

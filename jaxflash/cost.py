@@ -32,7 +32,7 @@ class Machine:
     """What a device gives. memory: bytes, of which JAX takes `usable` (its default: XLA_PYTHON_CLIENT_MEM_FRACTION).
 
     peak: dense bfloat16 FLOP/s (NVIDIA's data sheet of the H200). efficiency: the part of it that a step reaches
-    without collectives; 0.51 is `1b` on one H200 (notebooks/results/scaling_h200.jsonl). copy: bytes a second of
+    without collectives; 0.525 is `1b` on one H200 (notebooks/results/scaling_h200.jsonl). copy: bytes a second of
     elementwise work (measured). links: collectives of two H200s reached 250 GB/s there, by NVLink; 50 GB/s is the
     nominal rate of one 400 Gb/s adapter for each GPU.
     """
@@ -40,7 +40,7 @@ class Machine:
     memory: float = 141e9
     usable: float = 0.75
     peak: float = 989e12
-    efficiency: float = 0.51
+    efficiency: float = 0.525
     copy: float = 3.4e12
     links: Links = Links(within=250e9, between=50e9, per_host=8)
 
@@ -111,7 +111,8 @@ class Step:
             parameters=self.stored.total * self.param,
             optimizer=split * 2 * _FLOAT32 + 3 * 4,  # AdamW, the schedule and the state count steps
             inputs=config.accumulate * self.tokens * field_bytes,
-            gradients=sums * (_FLOAT32 + self.param * several),
+            # A pipeline adds a layer's to the sums as it finds them.
+            gradients=sums * (_FLOAT32 + self.param * (several and self.schedule is None)),
             activations=self._activations(),
             buffers=self._buffers(gathers=config.zero == 3 and self.gathered.total > split),
         )
@@ -156,7 +157,7 @@ class Step:
         sent["context"] = accumulate * (ring + all_reduce(split * self.param, n["context"]))
         if self.schedule is not None:
             moved = 2 * self.schedule.chunks * self._stream
-            ends = 2 * all_reduce(self._stream // self.compute * _FLOAT32, n["stage"])
+            ends = all_gather(self._stream, n["stage"])  # parts of what leaves the last layer, or gradients of these
             shared = all_reduce(self.stored.others * _FLOAT32, n["stage"])
             dealt = all_gather(self._dealt * (self.param + _FLOAT32), n["stage"])  # and their gradients, collected
             sent["stage"] = accumulate * (moved + ends) + shared + dealt

@@ -60,7 +60,8 @@ def join(
     Args:
       run: raises SystemExit with the status of this process, or returns.
       coordinator, processes, process: address of process 0, how many there are, and which this is. All of them, or none
-        in a task of SLURM or Open MPI, where JAX knows them and gives every task of a host one of its GPUs.
+        in a task of SLURM or Open MPI (version 5 with mpi4py), where JAX knows them and gives every task of a host one
+        of its GPUs.
       devices: numbers of the GPUs that this process uses (None: all); without a GPU the CPU is split in as many.
 
     Raises:

@@ -7,12 +7,13 @@ names activations for whatever mesh `jax.set_mesh` has set.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxflash.config import ModelConfig
 from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_table, rotate
@@ -260,13 +261,9 @@ def run_blocks(
     positions: Int[Array, "b t"],
     segment_ids: Int[Array, "b t"] | None,
     cache: KVCache | None = None,
-    live: Bool[Array, " n"] | None = None,
     zigzag: int = 1,
 ) -> tuple[Float[Array, "b t d"], KVCache | None]:
-    """x after the n blocks that are stacked in `blocks`, and the cache; those that are not `live` leave x as it is.
-
-    zigzag: as `Transformer` takes it.
-    """
+    """x after the blocks that are stacked in `blocks`, and the cache. zigzag: as `Transformer` takes it."""
     rope = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     graph, stacked = nnx.split(blocks)
     layers = jnp.arange(jax.tree.leaves(stacked)[0].shape[0])
@@ -274,14 +271,38 @@ def run_blocks(
     # The cache is carried, not scanned over: a loop updates its carry in place and would copy what it scans.
     def one(carry, xs):
         x, cache = carry
-        params, layer, live = xs
-        y, cache = nnx.merge(graph, params)(x, rope, segment_ids, layer, cache, zigzag)
-        return (y if live is None else jnp.where(live, y, x), cache), None
+        params, layer = xs
+        return nnx.merge(graph, params)(x, rope, segment_ids, layer, cache, zigzag), None
 
-    if config.remat != "none" and cache is None:
-        one = jax.checkpoint(one, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
-    (x, cache), _ = jax.lax.scan(one, (x, cache), (stacked, layers, live))
+    if cache is None:
+        one = _rematerialised(config, one)
+    (x, cache), _ = jax.lax.scan(one, (x, cache), (stacked, layers))
     return x, cache
+
+
+def run_block(
+    config: ModelConfig,
+    block: Block,
+    x: Float[Array, "b t d"],
+    positions: Int[Array, "b t"],
+    segment_ids: Int[Array, "b t"] | None,
+    zigzag: int = 1,
+) -> Float[Array, "b t d"]:
+    """x after one block, as `run_blocks` computes it."""
+    graph, params = nnx.split(block)
+
+    def one(params, x):
+        # In here, where it is computed again: outside, every block would keep the table.
+        rope = rotary_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        return nnx.merge(graph, params)(x, rope, segment_ids, jnp.int32(0), None, zigzag)[0]
+
+    return _rematerialised(config, one)(params, x)
+
+
+def _rematerialised(config: ModelConfig, one: Callable[..., Any]) -> Callable[..., Any]:
+    if config.remat == "none":
+        return one
+    return jax.checkpoint(one, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
 
 
 def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped
 
 from jaxflash.config import TrainConfig
 from jaxflash.loss import chunked_cross_entropy
-from jaxflash.model import abstract, axis_units, run_blocks
+from jaxflash.model import abstract, axis_units, run_block
 from sharding import pipeline, rules
 from sharding.chunks import STAGE, collect, deal, dealt
 from sharding.once import summed_once
@@ -138,6 +138,7 @@ def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
     graph, shapes, axes = abstract(config.model)
     blocks = nnx.split(nnx.merge(graph, shapes).blocks)[0]
     table, shards = parameter_rules(config, mesh), rules.ways("sequence", mesh)
+    of_a_layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=lambda names: isinstance(names, tuple))
 
     def laid_out(params: Any, names: Any) -> Any:
         """As they are stored, which their gradients are then too: sums over microbatches stay split."""
@@ -151,28 +152,34 @@ def _stages(config: TrainConfig, mesh: Mesh, stages: int) -> Stages:
         return model(shared).embed(rows["tokens"])
 
     def place(params: Any) -> Any:
-        return laid_out(params, axes["blocks"])
+        return laid_out(params, of_a_layer)
 
-    def layers(params: Any, live: jax.Array, x: jax.Array, rows: Any) -> jax.Array:
-        stack = nnx.merge(blocks, params)
+    def layer(params: Any, x: jax.Array, rows: Any) -> jax.Array:
         ids = rows.get("segment_ids")
-        return run_blocks(config.model, stack, x, rows["positions"], ids, live=live, zigzag=shards)[0]
+        return run_block(config.model, nnx.merge(blocks, params), x, rows["positions"], ids, zigzag=shards)
+
+    def parts(x: jax.Array) -> jax.Array:
+        return _every_nth(x, stages, shards)
 
     def head(shared: Any, x: jax.Array, rows: Any, part: jax.Array) -> tuple[jax.Array, jax.Array]:
         whole = model(shared)
-        x, targets, mask = (_every_nth(a, stages, part, shards) for a in (x, rows["targets"], rows["loss_mask"]))
+        targets, mask = (
+            jax.lax.dynamic_index_in_dim(parts(rows[name]), part, keepdims=False) for name in ("targets", "loss_mask")
+        )
         return chunked_cross_entropy(whole.logits, whole.norm(x), targets, mask, chunk=config.loss_chunk, shards=shards)
 
-    return Stages(embed=embed, place=place, layers=layers, head=head, n_layers=config.model.n_layers)
+    n_layers = config.model.n_layers
+    return Stages(embed=embed, place=place, layer=layer, parts=parts, head=head, n_layers=n_layers)
 
 
-def _every_nth(x: Shaped[Array, "b t ..."], n: int, first: jax.Array, shards: int) -> Shaped[Array, "b part ..."]:
-    """Places first, first + n, ... of each of the `shards` of a row, filled up with zeros (masked places).
+def _every_nth(x: Shaped[Array, "b t ..."], n: int, shards: int) -> Shaped[Array, "n b part ..."]:
+    """For each i below n, the places i, i + n, ... of each of the `shards` of a row, filled up with zeros (masked
+    places).
 
-    Not a run of them: where the sequence is split over devices, each has its own part of these.
+    Not runs of them: where the sequence is split over devices, each has its own part of these.
     """
     rest = x.shape[2:]
     x = x.reshape(x.shape[0], shards, -1, *rest)
     x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % n)] + [(0, 0)] * len(rest))
-    x = x.reshape(x.shape[0], shards, -1, n, *rest)
-    return jax.lax.dynamic_index_in_dim(x, first, 3, keepdims=False).reshape(x.shape[0], -1, *rest)
+    x = jnp.moveaxis(x.reshape(x.shape[0], shards, -1, n, *rest), 3, 0)
+    return x.reshape(n, x.shape[1], -1, *rest)

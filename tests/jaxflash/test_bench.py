@@ -94,7 +94,8 @@ def test_a_row_is_the_trainers_own_run(packing, capsys):
     row = json.loads(capsys.readouterr().out)
 
     # --profile changes nothing of the steps before: the same losses as a run of six steps.
-    config = override(train_preset("tiny", **changes), {"packing": packing, "steps": 6, "mesh": {"data": 1}})
+    run = {"packing": packing, "steps": 6, "warmup_steps": 8000, "mesh": {"data": 1}}
+    config = override(train_preset("tiny", **changes), run)
     losses = train(config, quiet=True).curve()[1]
     assert row["losses"] == [round(loss, 4) for loss in losses]
     assert (row["loss_first"], row["loss_last"]) == (row["losses"][0], row["losses"][-1])
@@ -133,6 +134,33 @@ def test_a_wrong_call_ends_with_status_2(arguments, message, capsys, tmp_path):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and not (tmp_path / "rows.jsonl").exists()
     assert re.search(message, error), error
+
+
+def test_losses_are_compared_with_those_of_the_same_training_on_one_device(monkeypatch, tmp_path, capsys):
+    call = ["--preset=tiny", "--steps=8", "--mesh=fsdp=2", "--commit=abc"]
+    config = train_preset("tiny", steps=8, warmup_steps=8000)
+    same = bench._training(config) | {"devices": 1}
+    losses = [5.0, 4.0, 3.0]
+    rows = [
+        same | {"losses": [9.0] * 3},
+        same | {"losses": [5.0, 4.02, 2.995]},  # the newest
+        same | {"losses": [9.0] * 3, "learning_rate": 1.0},
+        same | {"losses": [9.0] * 3, "devices": 2},
+        {"what": "training", "devices": 1, "losses": [9.0] * 3},  # written before rows held it all
+    ]
+    before = tmp_path / "rows.jsonl"
+    before.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: same | {"losses": losses, "devices": 2})
+    bench.main([*call, f"--against={before}"])
+    row = json.loads(capsys.readouterr().out)
+    assert (row["loss_difference"], row["loss_difference_step"]) == (0.02, 2)
+
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: pytest.fail("was measured"))
+    for wrong, message in ((["--set=seed=1"], "no row of one device with .*'seed': 1"), ([], "No such file")):
+        where = before if wrong else tmp_path / "none.jsonl"
+        with pytest.raises(SystemExit) as stop:
+            bench.main([*call, *wrong, f"--against={where}"])
+        assert stop.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
 def test_rows_are_appended_and_a_profile_without_kernels_still_gives_its_row(monkeypatch, tmp_path, capsys):

@@ -10,10 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax._src import distributed, xla_bridge
+from jax._src.clusters import mpi4py_cluster
 
 from jaxflash import launch
 from jaxflash.cli import main
@@ -104,6 +108,51 @@ def test_a_wrong_call_is_told_before_a_process_starts(arguments, message, monkey
         main(["launch", *arguments])
     said = str(error.value) if isinstance(error.value.code, str) else capsys.readouterr().err
     assert re.search(message, said), said
+
+
+# What `srun` and `mpirun` set for the third of four processes, the first on its host.
+SLURM = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "node[007,009-010],other2", "SLURM_NTASKS": "4"}
+SLURM |= {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}
+RANK = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+OPEN_MPI_4 = RANK | {"OMPI_VERSION": "4.1.6", "OMPI_MCA_orte_hnp_uri": "8192.0;tcp://10.96.0.1,10.148.0.1:34911"}
+OPEN_MPI_5 = RANK | {"OMPI_VERSION": "5.0.3"}
+
+
+@pytest.fixture
+def detached(monkeypatch):
+    """What JAX would start and connect, with no job around; its state and its choice of GPUs are put back."""
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_COORDINATOR"))]:
+        monkeypatch.delenv(name)
+    runtime = unittest.mock.MagicMock()
+    monkeypatch.setattr(distributed, "_jax", runtime)
+    monkeypatch.setattr(distributed, "global_state", distributed.State())
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    yield runtime
+    for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
+        jax.config.update(name, "all")
+
+
+@pytest.mark.parametrize(
+    ("environment", "coordinator"), [(SLURM, "node007:61441"), (OPEN_MPI_4, "10.96.0.1:61442")], ids=["srun", "mpirun"]
+)
+def test_a_task_knows_its_place(environment, coordinator, monkeypatch, detached):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    ran = []
+    launch.join(lambda: ran.append(distributed.global_state.num_processes))
+    assert ran == [4]
+    assert detached.get_distributed_runtime_client.call_args.args[:2] == (coordinator, 2)
+    assert detached.get_distributed_runtime_client.return_value.connect.call_count == 1
+    assert detached.get_distributed_runtime_service.call_count == 0  # the first process's
+    assert jax.config.read("jax_cuda_visible_devices") == "0"  # one GPU of the host to each of its tasks
+
+
+def test_open_mpi_5_without_mpi4py_is_told(monkeypatch, detached):
+    for name, value in OPEN_MPI_5.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(mpi4py_cluster, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"Open MPI 5 or newer requires mpi4py.*--coordinator, --processes"):
+        launch.join(lambda: pytest.fail("ran"))
 
 
 def run(*commands: list[str], **environment: str) -> None:

@@ -136,18 +136,23 @@ def parse(log: str, seconds: float = 0.0) -> Report:
     )
 
 
-def compile_candidate(candidate: Candidate, dump: Path | None = None) -> Report:
+def lower(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """jax's Lowered, to be compiled for one H200."""
     sharding = NamedSharding(_mesh(), PartitionSpec())
 
     def place(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    return jax.jit(function, out_shardings=sharding).lower(*jax.tree.map(place, args))
+
+
+def compile_candidate(candidate: Candidate, dump: Path | None = None) -> Report:
     start = time.perf_counter()
     log: list[str] = []
     with _dumped_to(dump and dump / candidate.name):
-        lowered = jax.jit(candidate.function, out_shardings=sharding).lower(*jax.tree.map(place, candidate.args))
+        lowered = lower(candidate.function, candidate.args)
         try:
-            with _everything_printed(log):
+            with everything_printed(log):
                 lowered.compile()
         except Exception as error:
             raise RuntimeError(f"{candidate.name}: ptxas or XLA refused it:\n{''.join(log)[-4000:]}") from error
@@ -180,7 +185,7 @@ def _dumped_to(folder: Path | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _everything_printed(into: list[str]) -> Iterator[None]:
+def everything_printed(into: list[str]) -> Iterator[None]:
     """The log comes from C++, so the file descriptors themselves are what has to be caught."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,5 @@
-"""`make aot`: every kernel compiles to sm_90a without spills and without serialised wgmma (see aot.py).
+"""`make aot`: every kernel compiles to sm_90a without spills and without serialised wgmma (see aot.py), and XLA calls
+each as often as the program does.
 
 Not a test of the suite, whose environment has no ptxas. A kernel's shapes are added to `candidates`.
 """
@@ -8,13 +9,18 @@ import functools
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu
 
+from jaxflash import step
+from jaxflash.config import train_preset
+from jaxflash.model import abstract
 from pallas_kernels.attention import (
+    api,
     fp8,
     hopper,
     hopper_bwd,
@@ -25,6 +31,9 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.device import H200
+from sharding.mesh import make_mesh
+from tests.mosaic import aot
 from tests.mosaic.aot import Candidate, check, compile_candidate
 from tests.pallas_kernels.fp8 import aot_candidates as fp8_products
 from tests.pallas_kernels.w4a16 import aot_candidates
@@ -207,12 +216,28 @@ def probes() -> dict[Candidate, list[str]]:
     }
 
 
+def attention_kernels_of_a_step() -> int:
+    """How many kernels a compiled training step calls for the attention of one layer, forward and backward."""
+    changes = {"model.n_layers": 4, "model.d_model": 256, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_ff": 512}
+    changes |= {"model.vocab_size": 512, "seq_len": 512, "loss_chunk": 512, "accumulate": 2, "batch_size": 4}
+    config = train_preset("1b", **changes, **{"model.attention": "hopper"})
+    rows = {name: jax.ShapeDtypeStruct((2, 2, 512), jnp.int32) for name in ("tokens", "targets", "positions")}
+    args = abstract(config.model)[1], rows | {"loss_mask": jax.ShapeDtypeStruct((2, 2, 512), bool)}
+    options: Any = step.COMPILER_OPTIONS | {"xla_gpu_autotune_level": "0"}  # there is no device to time on
+    with mock.patch.object(api, "current_device", lambda: H200), aot.everything_printed([]):
+        gradients = step.loss_functions(config, make_mesh({"fsdp": 1}, devices=jax.devices()[:1]))[0]
+        return aot.lower(gradients, args).compile(compiler_options=options).as_text().count("mosaic_gpu_v2")
+
+
 def main() -> int:
     for probe, faults in probes().items():
         found = compile_candidate(probe).faults(probe)
         if len(found) != len(faults) or not all(word in text for word, text in zip(faults, found, strict=True)):
             print(f"check_aot: the probe {probe.name} should have {faults}, and {found} was found")
             return 1
+    if (kernels := attention_kernels_of_a_step()) != 2:
+        print(f"check_aot: a training step calls {kernels} attention kernels for each layer, not 2")
+        return 1
     failed = check(every := candidates())
     if not every:
         print("check_aot: there are no candidates - nothing was checked")
