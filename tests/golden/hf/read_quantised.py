@@ -1,0 +1,135 @@
+"""Folders of 4-bit weights that jaxflash wrote, read by transformers with the packages that it reads each format with.
+
+jaxflash writes a model in every format that holds it, beside its numbers and its logits; the readers come from an
+environment of their own, which the tests do not need (GPTQModel 7.7.0, compressed-tensors 0.20.1, transformers 5.24.0,
+optimum 2.3.0, torch 2.13.0 gave the figures in CHANGELOG.md):
+
+    python -m venv ENV && ENV/bin/pip install torch transformers optimum accelerate compressed-tensors
+    ENV/bin/pip install --no-build-isolation gptqmodel
+    PYTHONPATH=. python tests/golden/hf/read_quantised.py write OUT [MODEL]    # random tiny models where none is given
+    ENV/bin/python tests/golden/hf/read_quantised.py read OUT
+
+GPTQModel's plain torch kernels are named, since its default compiles an extension for many minutes; they multiply in 16
+bits, and compressed-tensors rounds activations of FP8 weights. So three figures are printed for a folder: the largest
+difference of its logits as they run there; of each linear's weight, as the package unpacks it with scales in float32,
+and ours; and of the logits with those weights in plain linears.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+PROMPT = "The capital of France is Paris, and that of Italy is"
+
+
+def write(out: Path, source: str | None) -> None:
+    """A model in every format, in folders below OUT/KIND, and the logits of its numbers, OUT/KIND/logits.npz."""
+    from jaxflash.language_model import load
+    from jaxflash.quantize import quantize
+    from quant.recipe import Fp8Recipe
+    from tests.jaxflash.hf.quantised import dense, packed
+
+    if source is not None:
+        return write_model(out / "model", load(source))
+    for kind in ("symmetric", "asymmetric", "ordered"):
+        write_model(out / kind, packed(kind)[0])
+    for scaling in ("tensor", "row", "block"):
+        write_model(out / f"fp8-{scaling}", quantize(dense(), Fp8Recipe(scaling=scaling), quiet=True))
+
+
+def write_model(out: Path, model: Any) -> None:
+    """Prints what a format cannot hold."""
+    import dataclasses
+
+    import jax
+
+    from jaxflash.hf.save import FORMATS
+    from jaxflash.language_model import load, save
+
+    for name in FORMATS:
+        try:
+            save(model, out / name, format=cast(Any, name), dtype="float32")
+        except (NotImplementedError, ValueError) as error:
+            print(f"{out / name}: {error}")
+    numbers = load(out / "dense")
+    numbers = dataclasses.replace(numbers, config=dataclasses.replace(numbers.config, compute_dtype="float32"))
+    tokens = model.tokenizer.encode(PROMPT)[None]
+    logits = jax.jit(lambda params, ids: dataclasses.replace(numbers, params=params).module(ids))
+    np.savez(out / "logits.npz", tokens=tokens, logits=np.asarray(logits(numbers.params, tokens)))
+
+
+def read(folder: Path, tokens: np.ndarray, expected: np.ndarray) -> None:
+    """Prints how far the reader of this folder is from what jaxflash gave."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import load_file
+    from transformers import (  # pyright: ignore[reportMissingImports]
+        AutoModelForCausalLM,
+        AwqConfig,
+        FineGrainedFP8Config,
+        GPTQConfig,
+    )
+
+    values = json.loads((folder / "config.json").read_text())
+    kernels = {
+        "gptq": lambda: GPTQConfig(4, backend="gptq_torch"),
+        "awq": lambda: AwqConfig(4, backend="torch_awq"),
+        "fp8": lambda: FineGrainedFP8Config(dequantize=True),
+    }
+    method = values.get("quantization_config", {}).get("quant_method")
+    chosen = {"quantization_config": kernels[method]()} if method in kernels else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **chosen).eval()
+    print(f"{folder}: {type(model.model.layers[0].mlp.up_proj).__name__}", flush=True)
+
+    def difference() -> str:
+        with torch.no_grad():
+            found = model(torch.from_numpy(tokens).long()).logits.float().numpy()
+        same = (found.argmax(-1) == expected.argmax(-1)).mean()
+        largest = np.abs(found - expected).max()
+        return f"logits differ by {largest:.1e} of {np.abs(expected).max():.1f}, the same best token at {same:.0%}"
+
+    print(f"  as it runs: {difference()}", flush=True)
+    numbers = load_file(folder.parent / "dense" / "model.safetensors")
+    names = [name.removesuffix(".weight") for name in numbers if "_proj" in name]
+    worst = max(make_plain(model, name, numbers[f"{name}.weight"]) for name in names)
+    print(f"  {len(names)} weights differ by at most {worst:.1e}; with them, {difference()}", flush=True)
+
+
+def make_plain(model: Any, name: str, expected: np.ndarray) -> float:
+    """Puts a plain linear of its weight in float32 in a linear's place; how far that weight is from `expected`."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    module = model.get_submodule(name)
+    with torch.no_grad():
+        weight = unpacked(module).float().contiguous()
+    plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None)
+    plain.weight, plain.bias = torch.nn.Parameter(weight), module.bias
+    model.set_submodule(name, plain)
+    return float(np.abs(weight.numpy() - expected).max())
+
+
+def unpacked(module: Any) -> Any:
+    """The weight (out, in) of a linear, of GPTQModel's in the precision of its scales."""
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm  # pyright: ignore[reportMissingImports]
+
+    if not hasattr(module, "qweight"):
+        return module.weight
+    module.scales = module.scales.float()
+    if hasattr(module, "dequantize_weight"):
+        return module.dequantize_weight().T
+    return dequantize_gemm(module.qweight, module.qzeros, module.scales, 4, module.group_size).T
+
+
+def main(command: str, out: str, source: str | None = None) -> None:
+    if command == "write":
+        return write(Path(out), source)
+    for held in sorted(Path(out).glob("*/logits.npz")):
+        golden = np.load(held)
+        for config in sorted(held.parent.glob("*/config.json")):
+            read(config.parent, golden["tokens"], golden["logits"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
