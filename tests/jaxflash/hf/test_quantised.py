@@ -124,21 +124,20 @@ def test_what_they_stand_for(folder_of, tmp_path):
     for linear, raw in packed("ordered")[1].items():
         assert held[f"{linear}.weight"].dtype == np.float32
         assert np.array_equal(held[f"{linear}.weight"].T, dense_weight(*raw))
-    params = packed("ordered")[0].params
-    numbers = jax.tree.map(
-        lambda leaf: jax.vmap(Int4Tensor.dequantize)(leaf) if isinstance(leaf, Int4Tensor) else leaf,
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, Int4Tensor),
-    )
-    again = load(tmp_path / "dense").params
-    assert same(again, numbers) and np.array_equal(logits(again), logits(numbers))
+    params, again = packed("ordered")[0].params, load(tmp_path / "dense").params
+    assert same(again["blocks"]["mlp"]["up"]["weight"], jax.vmap(Int4Tensor.dequantize)(packed_up("ordered")))
     # The packed product adds up in the order of its words: rounding of float32 sums is all that differs.
     expected = logits(params)
     assert 0 < np.abs(logits(again) - expected).max() <= PROMISED * np.abs(expected).max()
-    save(packed("ordered")[0], tmp_path / "half", format="dense", dtype="bfloat16")
+
+
+@slow
+def test_what_they_stand_for_in_half_precision(folder_of, tmp_path):
+    convert(folder_of("ordered", "gptq"), tmp_path / "dense", "dense")
+    convert(folder_of("ordered", "gptq"), tmp_path / "half", "dense", dtype="bfloat16")
     half = load(tmp_path / "half")
     assert half.config.param_dtype == "bfloat16"
-    assert same(half.params, jax.tree.map(lambda a: a.astype("bfloat16"), numbers))
+    assert same(half.params, jax.tree.map(lambda a: a.astype("bfloat16"), load(tmp_path / "dense").params))
 
 
 def test_the_default_format_holds_the_model(tmp_path):
@@ -262,14 +261,14 @@ def test_float32_scales_of_compressed_tensors(folder_of, tmp_path):
     wide = {k: a.astype(np.float32) if k.endswith("scale") else a for k, a in load_file(file).items()}
     save_file(wide, file)
     again = load(tmp_path / "x").params["blocks"]["mlp"]["up"]["weight"]
-    assert again.scales.dtype == "bfloat16" and np.array_equal(again.words, packed_up().words)
+    assert again.scales.dtype == "bfloat16" and np.array_equal(again.words, packed_up("symmetric").words)
     save_file(wide | {"model.layers.1.mlp.up_proj.weight_scale": np.full((96, 2), 0.1, np.float32)}, file)
     with pytest.raises(NotImplementedError, match="float32 scales of 'blocks/mlp/up/weight'"):
         load(tmp_path / "x")
 
 
-def packed_up():
-    return packed("symmetric")[0].params["blocks"]["mlp"]["up"]["weight"]
+def packed_up(kind):
+    return packed(kind)[0].params["blocks"]["mlp"]["up"]["weight"]
 
 
 def test_inspect_says_what_would_run(folder_of):
