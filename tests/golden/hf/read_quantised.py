@@ -1,20 +1,23 @@
-"""Folders of 4-bit weights that jaxflash wrote, read by transformers with the packages that it reads each format with.
+"""Folders of 4- and 8-bit weights that jaxflash wrote, read by transformers and the packages that it calls for them.
 
-jaxflash writes a model in every format that holds it, beside its numbers and its logits; the readers come from an
-environment of their own, which the tests do not need (GPTQModel 7.7.0, compressed-tensors 0.20.1, transformers 5.24.0,
-optimum 2.3.0, torch 2.13.0 gave the figures in CHANGELOG.md):
+jaxflash writes a model in every format that holds it, beside its numbers (the dense folder) and their logits. The
+readers come from an environment of their own, which the tests do not need:
 
     python -m venv ENV && ENV/bin/pip install torch transformers optimum accelerate compressed-tensors
     ENV/bin/pip install --no-build-isolation gptqmodel
     PYTHONPATH=. python tests/golden/hf/read_quantised.py write OUT [MODEL]    # random tiny models where none is given
-    ENV/bin/python tests/golden/hf/read_quantised.py read OUT
+    TORCHDYNAMO_DISABLE=1 ENV/bin/python tests/golden/hf/read_quantised.py read OUT
 
-GPTQModel's plain torch kernels are named, since its default compiles an extension for many minutes; they multiply in 16
-bits, and compressed-tensors rounds activations of FP8 weights. So three figures are printed for a folder: the largest
-difference of its logits as they run there; of each linear's weight, as the package unpacks it with scales in float32,
-and ours; and of the logits with those weights in plain linears. compressed-tensors 0.20.1 makes room for zero points of
-(N, G) in an empty model, where it packs and stores (N / 8, G), so that transformers refuses them: its own unpacking is
-called instead, linear by linear. It reads no g_idx.
+For a folder are printed the largest difference of its logits as they run there, that of its linears' weights, as the
+packages unpack them with scales in float32, and that of the logits with those weights in plain linears. With GPTQModel
+7.7.0, compressed-tensors 0.20.1, transformers 5.24.0, optimum 2.3.0 and torch 2.13.0 on a CPU all weights were equal bit
+by bit (2026-11-30): of tiny models with and without zero points, in activation order, and of FP8 by tensor, row and
+block; and of SmolLM2-135M by GPTQ and by AWQ, whose logits with them differ by 8e-5 of 26.
+
+GPTQModel's plain torch kernels are named, since its default compiles an extension for many minutes, and so would
+dynamo; AWQ's multiplies in float16 (SmolLM2: 4e-2), and compressed-tensors rounds activations beside FP8 weights. It
+makes room for zero points of (N, G) in an empty model, where it packs and stores (N / 8, G), so that transformers refuses
+them: its own unpacking is called instead, linear by linear. It reads no g_idx, so that this pair is left out.
 """
 
 import json
