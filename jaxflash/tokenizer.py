@@ -1,11 +1,11 @@
 """Text to token ids and back: raw bytes, or a Hugging Face `tokenizer.json`."""
 
-import contextlib
 import copy
+import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -163,7 +163,7 @@ class HFTokenizer(Tokenizer):
                 f"tokenizer: {path} has no 'model' - a tokenizer.json of the Hugging Face `tokenizers` library is "
                 "needed. Save one with `PreTrainedTokenizerFast.save_pretrained(folder)`."
             )
-        with _library(path):
+        with _Library(path):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -193,7 +193,7 @@ class HFTokenizer(Tokenizer):
 
     def prefixed(self) -> "HFTokenizer":
         """The same, but prompts start with what the file's post-processor puts before a text (`<s>`)."""
-        with _library(self._path):
+        with _Library(self._path):
             plain = self._tokenizer.encode("a", add_special_tokens=False).ids
             framed = self._tokenizer.encode("a", add_special_tokens=True).ids
         starts = (at for at in range(len(framed)) if framed[at : at + len(plain)] == plain)
@@ -221,18 +221,18 @@ class HFTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        with _library(self._path):
+        with _Library(self._path):
             return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        with _library(self._path):
+        with _Library(self._path):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " tokens"]) -> str:
         values = np.asarray(ids, np.int64)
         known = values[(values >= 0) & (values < self.vocab_size)]
-        with _library(self._path):
+        with _Library(self._path):
             return self._tokenizer.decode(known.tolist(), skip_special_tokens=True)
 
     def save(self, folder: str | Path) -> None:
@@ -247,22 +247,25 @@ class HFTokenizer(Tokenizer):
         write_atomically(folder / "tokenizer.json", self._json)
 
 
-@contextlib.contextmanager
-def _library(path: Path) -> Iterator[None]:
+@dataclasses.dataclass(frozen=True)
+class _Library:
     """Around calls of the `tokenizers` library: what it says of a broken file as a ValueError, its panics too.
 
-    A panic of Rust's is no Exception, and has no type that can be named; other errors of the library are bare
-    Exceptions or ValueErrors.
+    A panic of Rust's is no Exception, and its type cannot be imported; its other errors are bare Exceptions, or
+    ValueErrors.
     """
-    try:
-        yield
-    except BaseException as error:
-        if type(error) not in (Exception, ValueError) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(
-            f"tokenizer: {path} is no tokenizer ({str(error)[:200]}) - a tokenizer.json of the Hugging Face "
-            "`tokenizers` library is needed. Fetch it again, or save it anew with `transformers`."
-        ) from error
+
+    path: Path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind in (Exception, ValueError) or (kind is not None and kind.__name__ == "PanicException"):
+            raise ValueError(
+                f"tokenizer: {self.path} is no tokenizer ({str(error)[:200]}) - a tokenizer.json of the Hugging Face "
+                "`tokenizers` library is needed. Fetch it again, or save it anew with `transformers`."
+            ) from error
 
 
 def load_tokenizer(path: str | Path | None = None, *, eos_token: str | None = None) -> Tokenizer:

@@ -10,14 +10,14 @@ readers come from an environment of their own, which the tests do not need:
 
 For a folder are printed the largest difference of its logits as they run there, that of its linears' weights, as the
 packages unpack them with scales in float32, and that of the logits with those weights in plain linears. With GPTQModel
-7.7.0, compressed-tensors 0.20.1, transformers 5.24.0, optimum 2.3.0 and torch 2.13.0 on a CPU all weights were equal bit
-by bit (2026-11-30): of tiny models with and without zero points, in activation order, and of FP8 by tensor, row and
-block; and of SmolLM2-135M by GPTQ and by AWQ, whose logits with them differ by 8e-5 of 26.
+7.7.0, compressed-tensors 0.20.1, transformers 5.24.0, optimum 2.3.0 and torch 2.13.0 on a CPU all weights were equal
+bit by bit (2026-11-30): of tiny models with and without zero points, in activation order, and of FP8 by tensor, row
+and block; and of SmolLM2-135M by GPTQ and by AWQ, whose logits with them differ by 9e-5 of 27.
 
 GPTQModel's plain torch kernels are named, since its default compiles an extension for many minutes, and so would
 dynamo; AWQ's multiplies in float16 (SmolLM2: 4e-2), and compressed-tensors rounds activations beside FP8 weights. It
-makes room for zero points of (N, G) in an empty model, where it packs and stores (N / 8, G), so that transformers refuses
-them: its own unpacking is called instead, linear by linear. It reads no g_idx, so that this pair is left out.
+makes room for zero points of (N, G) in an empty model, where it packs and stores (N / 8, G), so that transformers
+refuses them: its own unpacking is called instead, linear by linear. It reads no g_idx, so that this pair is left out.
 """
 
 import json
