@@ -15,6 +15,8 @@ from jaxflash.finetune import merge, save_adapter
 from jaxflash.hf.config import from_model_config
 from jaxflash.hf.folder import check_room, new_folder, write_json
 from jaxflash.hf.inspect import Inspection, inspect
+from jaxflash.hf.load import open_checkpoint
+from jaxflash.hf.pieces import check_scalings
 from jaxflash.hf.place import OnTensor
 from jaxflash.hf.save import FORMATS, FileDType, FileFormat, token_ids
 from jaxflash.hf.scheme import FP8
@@ -62,11 +64,14 @@ def convert(
         _check_run(source)
     found = inspect(source)
     _check_target(to, found)
+    keep = keeps_fp8(found, to)
+    if keep:
+        kept = open_checkpoint(source, keep_fp8=True).fp8
+        check_scalings(sorted({layer.scaling for layers in kept.values() for layer in layers}), to)
     dtype = _written_dtype(to, dtype, found)
     check_room(destination, written_bytes(found, to, dtype))
     if to not in ("orbax", ADAPTER):
         from_model_config(found.config, dtype, {})
-    keep = keeps_fp8(found, to)
     param_dtype: DType | None = None if dtype == "float16" or found.products or keep else dtype
     model = load(source, param_dtype=param_dtype, keep_fp8=keep, on_tensor=on_read)
     if to == ADAPTER:

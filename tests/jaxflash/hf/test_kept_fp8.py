@@ -141,7 +141,7 @@ def test_refused(tmp_path):
     with pytest.raises(Unsupported, match="scales by row.*compressed-tensors"):
         save(model, tmp_path / "z", format="fp8")
     with pytest.raises(Unsupported, match="scales by row.*compressed-tensors"):
-        convert(rows, tmp_path / "z", "fp8")
+        convert(rows, tmp_path / "z", "fp8", on_read=lambda *_: pytest.fail("read before it was refused"))
     with pytest.raises(ValueError, match="no 4-bit weights"):
         convert(rows, tmp_path / "z", "awq")
     with pytest.raises(ValueError, match="no 4-bit weights"):
