@@ -31,7 +31,7 @@ from jaxflash.finetune import finetune_preset, merge
 from jaxflash.flags import assignments
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
-from jaxflash.hf.convert import ADAPTER, TARGETS, convert, written_bytes
+from jaxflash.hf.convert import ADAPTER, TARGETS, convert, keeps_fp8, written_bytes
 from jaxflash.hf.folder import check_room
 from jaxflash.hf.inspect import explain_prompt, inspect
 from jaxflash.hf.pieces import check_sizes
@@ -353,8 +353,9 @@ def _convert(args: argparse.Namespace) -> None:
             return advance
 
         convert(args.source, args.destination, args.to, dtype=args.dtype, on_read=told("read"), on_write=told("write"))
-    compared = sum(kind.count for kind in found.kinds if kind.quantised) if args.to in WRITTEN else 0
-    proof = f": {compared} 4-bit weights, each read back and found the same" if compared else ""
+    count = sum(kind.count for kind in found.low_bit)
+    four_bits = f": {count} 4-bit weights, each read back and found the same" if args.to in WRITTEN else ""
+    proof = f": {count} FP8 weights, byte by byte" if keeps_fp8(found, args.to) else four_bits
     console.print(f"done, in {args.destination}/{proof}", highlight=False)
 
 

@@ -19,6 +19,7 @@ from jaxflash.hf.place import OnTensor, layout
 from jaxflash.hf.save import FileDType, FileFormat, save_folder
 from jaxflash.model import Transformer, abstract
 from jaxflash.tokenizer import HFTokenizer, NoTokenizer, Tokenizer, find_tokenizer, load_tokenizer
+from quant.fp8 import Fp8Tensor
 from quant.tensor import Int4Tensor
 from sharding.mesh import make_mesh
 
@@ -37,12 +38,12 @@ class LanguageModel:
         return nnx.merge(abstract(self.config)[0], self.params)
 
     def astype(self, dtype: DType) -> "LanguageModel":
-        """The model with all parameters but packed ones in another dtype."""
+        """The model with all parameters but those of 4 and 8 bits in another dtype."""
 
-        def one(leaf: Any) -> Any:
-            return leaf if isinstance(leaf, Int4Tensor) else leaf.astype(dtype)
+        def is_low(leaf: Any) -> bool:
+            return isinstance(leaf, Int4Tensor | Fp8Tensor)
 
-        params = jax.tree.map(one, self.params, is_leaf=lambda leaf: isinstance(leaf, Int4Tensor))
+        params = jax.tree.map(lambda leaf: leaf if is_low(leaf) else leaf.astype(dtype), self.params, is_leaf=is_low)
         return LanguageModel(dataclasses.replace(self.config, param_dtype=dtype), params, self.tokenizer)
 
 
@@ -108,10 +109,13 @@ def save(
     chat template. The folder appears whole or not at all. dtype: of the dense weights (None: the parameters' own).
 
     format: how a quantised model's weights are stored: "gptq" (version 1), "gptq_v2", "awq" or "compressed-tensors",
-    each code, scale and zero point as it is (every linear is decoded again and compared), or "dense", as the numbers
-    that they stand for, rounded to dtype. Of a dense model: "dense", or "fp8", in blocks of 128 x 128 with the scale
-    max|w| / 448. Of Fp8Tensors: "fp8" (DeepSeek's names, of blocks) or "compressed-tensors", byte by byte, or "dense".
-    None: "fp8" for blocks of 8 bits, "compressed-tensors" for what is quantised otherwise, "dense" for a dense model.
+    each code, scale and zero point as it is (every linear is decoded again and compared), so that what is read back has
+    the same logits, bit by bit; or "dense", as the numbers that they stand for, rounded to dtype. In float32 these are
+    exact, with the logits of the dequantised weights, bit by bit; those of the packed ones differ by the order in which
+    float32 products are added up, some 1e-5 of the largest. Of a dense model: "dense", or "fp8", in blocks of 128 x 128
+    with the scale max|w| / 448. Of Fp8Tensors: "fp8" (DeepSeek's names, of blocks) or "compressed-tensors", byte by
+    byte, or "dense". None: "fp8" for blocks of 8 bits, "compressed-tensors" for what is quantised otherwise, "dense"
+    for a dense model.
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder.

@@ -1,6 +1,7 @@
 """Text to token ids and back: raw bytes, or a Hugging Face `tokenizer.json`."""
 
 import copy
+import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -156,22 +157,16 @@ class HFTokenizer(Tokenizer):
         return tokenizer
 
     def _set(self, content: bytes, config: dict, eos_ids: list, path: Path, eos_token: str | None) -> None:
-        self._json, self._config = content, config
+        self._json, self._config, self._path = content, config, path
         if not isinstance(_parse(path, content).get("model"), dict):
             raise ValueError(
                 f"tokenizer: {path} has no 'model' - a tokenizer.json of the Hugging Face `tokenizers` library is "
                 "needed. Save one with `PreTrainedTokenizerFast.save_pretrained(folder)`."
             )
-        try:
-            # Of the library's constructors, the one whose error has a type of its own.
+        with _Library(path):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except ValueError as error:
-            raise ValueError(
-                f"tokenizer: {path} is no tokenizer ({error}) - a tokenizer.json of the Hugging Face `tokenizers` "
-                "library is needed. Fetch it again, or save it anew with `transformers`."
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         ids = [i for listed in eos_ids for i in (listed if isinstance(listed, list) else [listed])]
         ids = [i for i in ids if type(i) is int and 0 <= i < self.vocab_size]
@@ -198,8 +193,9 @@ class HFTokenizer(Tokenizer):
 
     def prefixed(self) -> "HFTokenizer":
         """The same, but prompts start with what the file's post-processor puts before a text (`<s>`)."""
-        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
-        framed = self._tokenizer.encode("a", add_special_tokens=True).ids
+        with _Library(self._path):
+            plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+            framed = self._tokenizer.encode("a", add_special_tokens=True).ids
         starts = (at for at in range(len(framed)) if framed[at : at + len(plain)] == plain)
         out = copy.copy(self)
         out.prefix_ids = tuple(framed[: next(starts, 0)])
@@ -225,16 +221,19 @@ class HFTokenizer(Tokenizer):
         )
 
     def encode(self, text: str) -> Int32[np.ndarray, " tokens"]:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with _Library(self._path):
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _Library(self._path):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " tokens"]) -> str:
         values = np.asarray(ids, np.int64)
         known = values[(values >= 0) & (values < self.vocab_size)]
-        return self._tokenizer.decode(known.tolist(), skip_special_tokens=True)
+        with _Library(self._path):
+            return self._tokenizer.decode(known.tolist(), skip_special_tokens=True)
 
     def save(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -246,6 +245,27 @@ class HFTokenizer(Tokenizer):
             config[_PREFIXED] = True
         _write_config(folder, config)
         write_atomically(folder / "tokenizer.json", self._json)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Library:
+    """Around calls of the `tokenizers` library: what it says of a broken file as a ValueError, its panics too.
+
+    A panic of Rust's is no Exception, and its type cannot be imported; its other errors are bare Exceptions, or
+    ValueErrors.
+    """
+
+    path: Path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if kind in (Exception, ValueError) or (kind is not None and kind.__name__ == "PanicException"):
+            raise ValueError(
+                f"tokenizer: {self.path} is no tokenizer ({str(error)[:200]}) - a tokenizer.json of the Hugging Face "
+                "`tokenizers` library is needed. Fetch it again, or save it anew with `transformers`."
+            ) from error
 
 
 def load_tokenizer(path: str | Path | None = None, *, eos_token: str | None = None) -> Tokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, Shaped, UInt8
 
 from jaxflash.config import ModelConfig, RopeScaling
 from jaxflash.gguf.file import Header, TensorInfo, read_header
@@ -49,7 +49,8 @@ def open_gguf(path: Path) -> Checkpoint:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a broken file, a missing key, or tensors that are not those of its configuration.
+      ValueError: a broken file, a missing key, or tensors that are not those of its configuration; where weights are
+        read, scales of blocks that are not finite.
       Unsupported: an architecture, rotary scaling or tensor type that is not served.
     """
     header = read_header(path)
@@ -158,7 +159,7 @@ def _stored(name: str, info: TensorInfo, header: Header, heads: int | None) -> S
             f"load: {name!r} of shape={info.shape} and type {kind} has no whole blocks of {block}, or reaches beyond "
             f"the end of {header.path.name!r} - the file is truncated. Fetch it again."
         )
-    read = functools.partial(_read, header.mapped, info, GGMLQuantizationType[kind], heads)
+    read = functools.partial(_read, name, header.mapped, info, GGMLQuantizationType[kind], heads)
     return StoredTensor(
         name=name,
         shape=info.shape,
@@ -176,11 +177,12 @@ def _from_neighbours(rows: int, heads: int) -> Int[np.ndarray, " rows"]:
 
 
 def _read(
-    mapped: MappedFile, info: TensorInfo, kind: GGMLQuantizationType, heads: int | None, index: Index
+    name: str, mapped: MappedFile, info: TensorInfo, kind: GGMLQuantizationType, heads: int | None, index: Index
 ) -> Shaped[np.ndarray, "..."]:
     """The rectangle `index`, dequantised a few rows at a time. heads: rotary pairs are neighbours in so many heads.
 
-    Called once the shape is known to be the configuration's, so that the rows are whole heads of pairs.
+    Called once the shape is known to be the configuration's, so that the rows are whole heads of pairs. Raises
+    ValueError, with `name`, for rows of quantised blocks with a scale that is not finite.
     """
     matrix = info.shape if len(info.shape) == 2 else (1, math.prod(info.shape))
     rows, columns = index if len(info.shape) == 2 else (slice(None), index[-1])
@@ -193,7 +195,7 @@ def _read(
     step = max(_BLOCK // matrix[1], 1)
     for start in range(0, len(chosen), step):
         raw = source[chosen[start : start + step]]
-        values = raw.view(dtype) if kind.name in _DENSE else dequantize(raw, kind)
+        values = raw.view(dtype) if kind.name in _DENSE else _dequantised(name, raw, kind)
         out[start : start + step] = values[:, columns]
         if heads is None:  # else the next rows lie on the same pages
             first, last = int(chosen[start]), int(chosen[start : start + step][-1])
@@ -201,6 +203,18 @@ def _read(
     if heads is not None:
         mapped.forget(info.offset, info.offset + matrix[0] * row_bytes)
     return out if len(info.shape) == 2 else out[0]
+
+
+def _dequantised(name: str, raw: UInt8[np.ndarray, "rows bytes"], kind: GGMLQuantizationType) -> Any:
+    with np.errstate(invalid="ignore"):  # told below
+        values = dequantize(raw, kind)
+    bad = values.size - np.count_nonzero(np.isfinite(values))
+    if bad:
+        raise ValueError(
+            f"load: {name!r} has {bad} weights that are NaN or infinite, by the scales of their {kind.name} blocks. "
+            "Fetch the file again."
+        )
+    return values
 
 
 def _size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:

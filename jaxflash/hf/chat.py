@@ -74,7 +74,7 @@ def render(
         )
     except jinja2.TemplateError as error:
         raise ValueError(f"chat: the template refuses: {error}. Change the messages, or the chat_template.") from error
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
         raise ValueError(
             f"chat: the template fails on these messages ({type(error).__name__}: {error}) - it expects others. "
             "Change the messages, or the chat_template."

@@ -15,6 +15,8 @@ from jaxflash.finetune import merge, save_adapter
 from jaxflash.hf.config import from_model_config
 from jaxflash.hf.folder import check_room, new_folder, write_json
 from jaxflash.hf.inspect import Inspection, inspect
+from jaxflash.hf.load import open_checkpoint
+from jaxflash.hf.pieces import check_scalings
 from jaxflash.hf.place import OnTensor
 from jaxflash.hf.save import FORMATS, FileDType, FileFormat, token_ids
 from jaxflash.hf.scheme import FP8
@@ -43,7 +45,9 @@ def convert(
     source has them: codes, scales and zero points stay what they are, every linear is decoded again and compared, and
     what the target cannot hold is listed instead; "fp8" of a dense source; "orbax" for a run's folder, of step 0 and
     without optimizer state, which `load` takes on any mesh; "adapter" for the adapters of a run that trained them, as
-    peft keeps them. 4-bit weights stay packed in "orbax", are numbers in "dense"; adapters are merged.
+    peft keeps them. 4-bit weights stay packed in "orbax", are numbers in "dense"; adapters are merged. FP8 weights stay
+    what they are, byte by byte, in "fp8" (of blocks) and "compressed-tensors", and are numbers elsewhere; fixed scales
+    of activations (`input_scale`) are left out, since products find their own.
     dtype: of the dense weights written (None: the one that holds the source's values as they are). on_read, on_write:
     told of each tensor.
 
@@ -60,12 +64,16 @@ def convert(
         _check_run(source)
     found = inspect(source)
     _check_target(to, found)
+    keep = keeps_fp8(found, to)
+    if keep:
+        kept = open_checkpoint(source, keep_fp8=True).fp8
+        check_scalings(sorted({layer.scaling for layers in kept.values() for layer in layers}), to)
     dtype = _written_dtype(to, dtype, found)
     check_room(destination, written_bytes(found, to, dtype))
     if to not in ("orbax", ADAPTER):
         from_model_config(found.config, dtype, {})
-    param_dtype: DType | None = None if dtype == "float16" or found.products else dtype
-    model = load(source, param_dtype=param_dtype, on_tensor=on_read)
+    param_dtype: DType | None = None if dtype == "float16" or found.products or keep else dtype
+    model = load(source, param_dtype=param_dtype, keep_fp8=keep, on_tensor=on_read)
     if to == ADAPTER:
         save_adapter(model, destination, base=checkpoint.read_config(source).init_from, on_tensor=on_write)
         return
@@ -83,9 +91,14 @@ def written_bytes(found: Inspection, to: str, dtype: FileDType | None = None) ->
         lora = _lora(found)
         made = () if lora is None else jax.tree.leaves(abstract_adapters(found.config, lora))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in made)
-    if to in WRITTEN or (to == "orbax" and found.products):
+    if to in WRITTEN or keeps_fp8(found, to) or (to == "orbax" and found.products):
         return sum(kind.nbytes for kind in found.kinds)
     return found.parameters if to == FP8 else found.parameters * jnp.dtype(_written_dtype(to, dtype, found)).itemsize
+
+
+def keeps_fp8(found: Inspection, to: str) -> bool:
+    """Whether `convert` writes FP8 weights as the source has them."""
+    return found.has_fp8 and to in (FP8, "compressed-tensors")
 
 
 def _lora(found: Inspection) -> LoraConfig | None:
@@ -96,7 +109,7 @@ def _lora(found: Inspection) -> LoraConfig | None:
 def _check_target(to: str, found: Inspection) -> None:
     if to == ADAPTER and _lora(found) is None:
         raise ValueError(f"convert: {to=} - the source is no run that trained adapters. Train with lora first.")
-    if to in WRITTEN and not found.products:
+    if to in WRITTEN and not found.products and not keeps_fp8(found, to):
         raise ValueError(
             f"convert: {to=} - the source has no 4-bit weights, and nothing is quantised here. Use quantize."
         )
@@ -110,10 +123,12 @@ def _written_dtype(to: str, dtype: FileDType | None, found: Inspection) -> FileD
         return dtype
     if (found.products and to == "dense") or (_lora(found) is not None and to not in WRITTEN):
         return "float32"  # a code times a 16-bit scale, or that and a sum of float32 products
-    kept = [kind for kind in found.kinds if not (kind.quantised and to in WRITTEN)]
-    if to != "orbax" and all(kind.precisions == ("F16",) for kind in kept):
-        return "float16"  # loaded as float32, which holds it; here the files' own type is at hand
-    return found.config.param_dtype
+    stay = found.low_bit if to in WRITTEN or keeps_fp8(found, to) else ()
+    dense = {kind.precisions for kind in found.kinds if kind not in stay}
+    # float16 is loaded as float32, which holds it; beside FP8 weights, which stand for float32, so is bfloat16.
+    alike: dict[tuple[str, ...], FileDType] = {("F16",): "float16", ("BF16",): "bfloat16"}
+    own = alike.get(dense.pop()) if len(dense) == 1 and to != "orbax" else None
+    return own or found.config.param_dtype
 
 
 def _check_run(source: Path) -> None:

@@ -23,7 +23,7 @@ def check_room(path: Path, size: int) -> None:
 
     Raises:
       FileExistsError: `path` exists and is not an empty folder, or one that cannot be replaced.
-      OSError: less than `size` bytes are free there; or the first process found one of the two.
+      OSError: less than `size` bytes are free there, or nothing can be made there; or the first process found a fault.
     """
     path = path.expanduser().resolve()
     with first_process(f"make {str(path)!r}"):
@@ -39,6 +39,9 @@ def _check_room(path: Path, size: int) -> None:
             "is replaced. Choose another path."
         )
     disk = next(parent for parent in path.parents if parent.exists())
+    if not disk.is_dir() or not os.access(disk, os.W_OK | os.X_OK):
+        fault, kind = ("may not be written to", PermissionError) if disk.is_dir() else ("is a file", NotADirectoryError)
+        raise kind(f"save: {str(path)!r} cannot be made: {str(disk)!r} {fault}. Choose another path.")
     free = shutil.disk_usage(disk).free
     if free < size:
         raise OSError(f"save: {str(disk)!r} has {free=} bytes, {size} are needed. Make room, or choose another.")

@@ -25,6 +25,7 @@ from pallas_kernels.w4a16.spec import SCALE_DTYPES, W4A16Spec
 from quant.formats import fp8
 from quant.tensor import Int4Tensor
 
+_FP8 = safetensors.NAMES[fp8.DTYPE]
 # Name, shape, precision as stored, bytes in the files, whether it is quantised.
 type Tensor = tuple[str, tuple[int, ...], str, int, bool]
 
@@ -68,6 +69,16 @@ class Inspection:
     def parameters(self) -> int:
         """Number of parameters, a tied table counted once."""
         return count_parameters(self.config)
+
+    @property
+    def low_bit(self) -> tuple[TensorKind, ...]:
+        """The blocks' weights of 4 or 8 bits."""
+        return tuple(kind for kind in self.kinds if kind.quantised and kind.name.startswith("layers."))
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether any of those is stored in FP8."""
+        return any(stored.startswith(_FP8) for kind in self.low_bit for stored in kind.precisions)
 
     def __str__(self) -> str:
         c = self.config
@@ -167,7 +178,7 @@ def _tensor(name: str, opened: Checkpoint) -> Tensor:
         stored_as = f"INT4 {linear.format.name}, {rows}"
         return name, (linear.spec.N, linear.spec.K), stored_as, linear.nbytes, True
     tensor = opened.stored[name]
-    is_fp8 = tensor.stored_as == safetensors.NAMES[fp8.DTYPE]
+    is_fp8 = tensor.stored_as == _FP8
     stored_as = f"{tensor.stored_as}, blocks of {block[0]} x {block[1]}" if is_fp8 and block else tensor.stored_as
     return name, tensor.shape, stored_as, tensor.nbytes, is_fp8
 

@@ -3,12 +3,14 @@
 Every process reads the rectangles of its own devices and no others.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped
@@ -16,7 +18,7 @@ from jaxtyping import Array, Shaped
 from jaxflash.config import ModelConfig
 from jaxflash.hf.fp8 import check_scales, find_scales
 from jaxflash.hf.names import Place, wanted
-from jaxflash.hf.place import OnTensor
+from jaxflash.hf.place import OnTensor, finisher, of_layer, transfer
 from jaxflash.hf.scheme import Scheme
 from jaxflash.hf.tensors import StoredTensor
 from pallas_kernels.dispatch import Unsupported
@@ -39,11 +41,16 @@ class StoredFp8:
         """What all layers of a parameter have in common, so that they can be one stack."""
         return self.scaling, self.scales.dtype.name
 
-    def read_scales(self, index: Any) -> Shaped[np.ndarray, "rows columns"]:
-        """A rectangle of the scales, which files have with two dims or fewer."""
-        whole = self.scales.read((slice(None),) * len(self.scales.shape))
+    @property
+    def arrays(self) -> dict[str, StoredTensor]:
+        """Those of an Fp8Tensor. Files have scales with two dims or fewer; here they have two."""
         N, K = self.weight.shape
-        return whole.reshape(scale_shape((N, K), w_block(self.scaling, (N, K))))[index]
+        shape = scale_shape((N, K), w_block(self.scaling, (N, K)))
+
+        def read(index: Any) -> Shaped[np.ndarray, "rows columns"]:
+            return self.scales.read((slice(None),) * len(self.scales.shape)).reshape(shape)[index]
+
+        return {"codes": self.weight, "scales": dataclasses.replace(self.scales, shape=shape, read=read)}
 
 
 type Stacks = Mapping[tuple[str, ...], Sequence[StoredFp8]]
@@ -102,28 +109,27 @@ def abstract_stack(layers: Sequence[StoredFp8]) -> Fp8Tensor:
 def put_stack(layers: Sequence[StoredFp8], shardings: Fp8Tensor, on_tensor: OnTensor | None = None) -> Fp8Tensor:
     """All layers of one parameter as a stack laid out by `shardings` (of `place.layout`)."""
     shapes = abstract_stack(layers)
-
-    def put(name: str, read: Callable[[StoredFp8, Any], Any]) -> Array:
-        def piece(index: Any) -> np.ndarray:
-            return np.stack([read(layer, index[1:]) for layer in layers[index[0]]])
-
-        sharding: NamedSharding = getattr(shardings, name)
-        return jax.make_array_from_callback(getattr(shapes, name).shape, sharding, piece)
-
-    stack = Fp8Tensor(
-        codes=put("codes", lambda layer, index: layer.weight.read(index)),
-        scales=put("scales", StoredFp8.read_scales),
-        shape=shapes.shape,
-        scaling=shapes.scaling,
-    )
-    jax.block_until_ready(stack)  # before the next is read: the host holds one at a time
-    for layer in layers if on_tensor is not None else ():
-        for tensor in (layer.weight, layer.scales):
+    stack = jax.tree.map(lambda a, sharding: jnp.zeros(a.shape, a.dtype, device=sharding), shapes, shardings)
+    for layer in layers:
+        written = {
+            name: _write_layer(getattr(stack, name), tensor, getattr(shardings, name), layer.place)
+            for name, tensor in layer.arrays.items()
+        }
+        stack = dataclasses.replace(stack, **written)
+        jax.block_until_ready(stack)  # before the next is read: the host holds one at a time
+        for tensor in (layer.weight, layer.scales) if on_tensor is not None else ():
             on_tensor(tensor.name, tensor.nbytes)  # pyright: ignore[reportOptionalCall]
     return stack
 
 
+def _write_layer(array: Array, tensor: StoredTensor, sharding: NamedSharding, place: Place) -> Array:
+    finish = finisher(sharding, array.dtype.name, False, True)
+    return finish(array, transfer(tensor, of_layer(sharding)), np.int32(place.layer or 0))
+
+
 def _refuse(reason: str, remedy: str) -> NoReturn:
     raise Unsupported(
-        f"load: keep_fp8=True: {reason}, which is not served. {remedy} Or load without.", [("fp8", reason)]
+        f"load: keep_fp8=True: {reason}, which is not served. {remedy} Or take their numbers (load "
+        "without, convert --to dense).",
+        [("fp8", reason)],
     )

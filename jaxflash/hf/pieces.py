@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,13 +245,18 @@ def kept_scheme(params: Mapping[str, Any], format: str | None, config: ModelConf
     linears = {name: at(params, p.path) for name, p in places(config).items() if p.transposed and p.layer == 0}
     kinds = sorted({leaf.scaling for leaf in linears.values() if isinstance(leaf, Fp8Tensor)})
     dense = [n.split(".", 3)[3].removesuffix(".weight") for n, w in linears.items() if not isinstance(w, Fp8Tensor)]
+    check_scalings(kinds, format)
+    block = fp8.BLOCK if kinds == ["block"] else None
+    stored = FLOAT if format == "compressed-tensors" or block is None else FP8
+    return Scheme(format=stored, block=block, by_row=kinds == ["row"]), dense
+
+
+def check_scalings(kinds: Sequence[str], format: str | None) -> None:
+    """Raises Unsupported where scales of these kinds cannot be in one folder, or not in one of `format`."""
     if len(kinds) > 1 or (format == FP8 and kinds != ["block"]):
         reason = f"FP8 weights with scales by {' and '.join(kinds)}"
         remedy = "Quantise all alike." if len(kinds) > 1 else "Use 'compressed-tensors'."
         raise Unsupported(f"save: {format!r} cannot hold {reason}. {remedy}", [(format or FP8, reason)])
-    block = fp8.BLOCK if kinds == ["block"] else None
-    stored = FLOAT if format == "compressed-tensors" or block is None else FP8
-    return Scheme(format=stored, block=block, by_row=kinds == ["row"]), dense
 
 
 def _kept_piece(name: str, place: Place, leaf: Fp8Tensor, scheme: Scheme) -> Piece:

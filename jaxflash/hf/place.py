@@ -60,7 +60,7 @@ def put_on_mesh(
         sharding, shape = at(shardings, place.path), at(shapes, place.path).shape
         parent = functools.reduce(lambda node, key: node.setdefault(key, {}), place.path[:-1], params)
         finish = finisher(sharding, dtype, place.transposed, place.layer is not None)
-        piece = _transfer(tensor, _file_sharding(sharding, place))
+        piece = transfer(tensor, _file_sharding(sharding, place))
         if place.layer is None:
             parent[place.path[-1]] = finish(piece)
         else:
@@ -75,11 +75,16 @@ def put_on_mesh(
 
 def _file_sharding(sharding: NamedSharding, place: Place) -> NamedSharding:
     """The layout of one layer's tensor in the orientation of the file."""
-    entries = tuple(sharding.spec)[0 if place.layer is None else 1 :]
-    return NamedSharding(sharding.mesh, P(*(reversed(entries) if place.transposed else entries)))
+    own = sharding if place.layer is None else of_layer(sharding)
+    return NamedSharding(own.mesh, P(*reversed(tuple(own.spec)))) if place.transposed else own
 
 
-def _transfer(tensor: StoredTensor, sharding: NamedSharding) -> Shaped[Array, "..."]:
+def of_layer(sharding: NamedSharding) -> NamedSharding:
+    """The layout of one layer of a stack."""
+    return NamedSharding(sharding.mesh, P(*tuple(sharding.spec)[1:]))
+
+
+def transfer(tensor: StoredTensor, sharding: NamedSharding) -> Shaped[Array, "..."]:
     """Each slice is read once and sent to all the local devices that hold it."""
     holders: dict[Any, list[jax.Device]] = {}  # pyright: ignore[reportInvalidTypeForm]
     for device, index in sharding.addressable_devices_indices_map(tensor.shape).items():

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped
 
 from jaxflash.hf.linears import StackFacts, StoredLinear
-from jaxflash.hf.place import OnTensor, finisher
+from jaxflash.hf.place import OnTensor, finisher, of_layer
 from pallas_kernels.w4a16.layout import TILE, padded
 from pallas_kernels.w4a16.spec import group_count
 from quant.tensor import Int4Tensor
@@ -54,7 +53,7 @@ def put_stack(
 
 def _write_layer(stack: Int4Tensor, linear: StoredLinear, facts: StackFacts, shardings: Int4Tensor) -> Int4Tensor:
     arrays = {name: getattr(stack, name) for name in _ARRAYS if getattr(stack, name) is not None}
-    layouts = {name: _of_layer(getattr(shardings, name)) for name in arrays}
+    layouts = {name: of_layer(getattr(shardings, name)) for name in arrays}
     pieces = _packed_columns(linear, facts, layouts["words"], arrays["words"].shape[1:])
     written = {}
     for name, array in arrays.items():
@@ -62,10 +61,6 @@ def _write_layer(stack: Int4Tensor, linear: StoredLinear, facts: StackFacts, sha
         piece = _transfer(pieces, name, array.shape[1:], layouts[name])
         written[name] = finish(array, piece, np.int32(linear.place.layer or 0))
     return Int4Tensor(**{"zeros": None, "permutation": None, **written}, shape=facts.shape, group=facts.group)
-
-
-def _of_layer(sharding: NamedSharding) -> NamedSharding:
-    return NamedSharding(sharding.mesh, P(*tuple(sharding.spec)[1:]))
 
 
 def _packed_columns(

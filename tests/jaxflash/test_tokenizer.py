@@ -214,3 +214,42 @@ def test_a_file_of_absurd_size_is_not_read(name, tmp_path):
         file.truncate(100_000_001)  # a hole: no bytes on the disk
     with pytest.raises(ValueError, match=f"^tokenizer: .*{name} has size=100000001 bytes - at most"):
         load_tokenizer(tmp_path)
+
+
+# Parts on which the library panics, or has an error without a type.
+WORSE = {
+    "normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "model": {"type": "WordLevel", "vocab": {"</s>": 1}, "unk_token": "x"},
+    "post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "z", "type_id": 0}}],
+                       "pair": [], "special_tokens": {}},
+}  # fmt: skip
+ALIEN = [
+    None, True, -1, 1 << 40, "", "<s>", [], {}, ["a"], {"type": "ByteLevel"}, {"type": "BPE"}, {"Regex": "(?"},
+    {"type": "Replace", "pattern": {"String": ""}, "content": "x"}, {"type": "Sequence", "normalizers": [None]},
+    *WORSE.values(),
+]  # fmt: skip
+PLACES = ["normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens", "truncation", "padding"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(st.sampled_from(PLACES), st.sampled_from(ALIEN), max_size=2), st.text(max_size=5))
+def test_any_part_of_a_file_is_used_or_told(bpe_json, parts, text):
+    """The library panics on some, where it reads them or where it encodes, which no `except Exception` sees."""
+    content = json.dumps(bpe_json | parts).encode()
+    try:
+        found = HFTokenizer.from_json(content, config={"eos_token": "</s>"}, eos_ids=[], source=Path("x")).prefixed()
+        assert isinstance(found.decode(found.encode(text)), str) and len(found.encode_batch([text, ""])) == 2
+    except ValueError as error:
+        assert str(error).startswith("tokenizer: "), error
+
+
+@pytest.mark.parametrize("place", WORSE)
+def test_a_panic_of_the_library_is_an_error_with_the_file_s_name(bpe_json, place):
+    content = json.dumps(bpe_json | {place: WORSE[place]}).encode()
+    with pytest.raises(ValueError, match="^tokenizer: some.json is no tokenizer"):
+        HFTokenizer.from_json(content, config={"eos_token": "</s>"}, eos_ids=[], source=Path("some.json")).prefixed()
+
+
+@pytest.fixture(scope="module")
+def bpe_json(tmp_path_factory):
+    return json.loads((write_bpe(tmp_path_factory.mktemp("json")) / "tokenizer.json").read_text())

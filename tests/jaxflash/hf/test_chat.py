@@ -78,6 +78,7 @@ def test_today_is_known():
         ("{% for", "template refuses"),
         ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ cycler() }}", "RuntimeError"),
         ("{{ messages + 'x' }}", "TypeError"),
         ("{{ 'x' | center(9000000000000000000) }}", "MemoryError"),
         ("{{ range(10000000) | list }}", "OverflowError"),

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jaxflash.hf.convert import convert
 from jaxflash.hf.inspect import inspect
 from jaxflash.hf.safetensors import open_folder
+from jaxflash.hf.save import FileDType
 from jaxflash.language_model import load, save
 from quant.formats import fp8
 from sharding.mesh import make_mesh
@@ -38,14 +39,14 @@ def tensors_of(folder):
     }
 
 
-def write(path, layout, dtype, config=WIDE, block=BLOCK):
+def write(path, layout, dtype, config=WIDE, block=BLOCK, rest: FileDType = "float32"):
     """(folder of random FP8 weights with scales of `layout`, {linear: its weight as the statement has it})."""
-    save(dense(config), path, dtype="float32")
+    save(dense(config), path, dtype=rest)
     rng, expected = np.random.default_rng(0), {}
     values = np.arange(256, dtype=np.uint8).view(fp8.DTYPE)
     values = values[np.isfinite(values.astype(np.float32))]
     suffix = "weight_scale_inv" if layout == "block" else "weight_scale"
-    tensors = load_file(path / "model.safetensors")
+    tensors = tensors_of(path)
     for name in [name for name in tensors if "_proj" in name]:
         N, K = tensors[name].shape
         shared = {"tensor": (N, K), "channel": (1, K), "block": block}[layout]

@@ -73,6 +73,21 @@ def test_any_rectangle_is_the_slice(quantised):
             np.testing.assert_array_equal(tensor.read(index), whole[index], err_msg=name)
 
 
+@pytest.mark.parametrize("module, at", [("self_attn.q_proj", 0), ("mlp.gate_proj", 2), ("self_attn.v_proj", 208)])
+@pytest.mark.parametrize("scale", [np.inf, np.nan])
+def test_scales_are_finite(quantised, tmp_path, module, at, scale):
+    """The number of a block's 16 bits that scale it, or are its least value: told with the weight's name."""
+    name = f"model.layers.0.{module}.weight"
+    tensor = open_gguf(quantised[0]).stored[name]
+    content = bytearray(quantised[0].read_bytes())
+    info = read_header(quantised[0]).tensors[ggml_name(name)]
+    content[info.offset + at : info.offset + at + 2] = np.float16(scale).tobytes()
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^load: '{name}' has \d+ weights that are NaN or infinite, by the scales"):
+        open_gguf(tmp_path / "x.gguf").stored[name].read((slice(None),) * 2)
+    assert np.isfinite(tensor.read((slice(None),) * 2)).all()
+
+
 def test_on_a_mesh_the_same_parameters(quantised):
     opened = open_gguf(quantised[0])
     one, many = (load_params(opened, make_mesh(axes))[1] for axes in ({"data": 1}, {"fsdp": 4, "tensor": 2}))

@@ -30,6 +30,7 @@ from tests.jaxflash.hf.quantised import (
     packed,
     same,
 )
+from tests.jaxflash.hf.test_golden import PROMISED
 from tests.jaxflash.hf.tiny import edit
 from tests.quant.formats import statement
 
@@ -70,6 +71,10 @@ def compiled():
     return jax.jit(lambda params: nnx.merge(graph, params)(jnp.asarray(TOKENS)))
 
 
+def logits(params):
+    return np.asarray(compiled()(params))
+
+
 @pytest.mark.parametrize("kind, name", SOME)
 def test_there_and_back(folder_of, tmp_path, kind, name):
     """Codes, scales, zeros and order are the model's own, bit by bit, and so is every file written from them."""
@@ -89,14 +94,15 @@ def test_another_reader_finds_the_same_weights(folder_of, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["ordered", *(pytest.param(k, marks=slow) for k in ("symmetric", "asymmetric"))])
-def test_logits_are_the_same_bits(folder_of, kind):
-    """Of the model in memory, and of each file; and not those of other weights."""
-    expected = np.asarray(compiled()(packed(kind)[0].params))
+def test_logits_are_the_same_bits(folder_of, tmp_path, kind):
+    """Of the model in memory, of each file that holds it, and of a run's folder; and not those of other weights."""
+    expected = logits(packed(kind)[0].params)
     assert np.isfinite(expected).all() and expected.std() > 1e-3
-    for name in KINDS[kind]:
-        assert np.array_equal(np.asarray(compiled()(load(folder_of(kind, name)).params)), expected), name
+    convert(folder_of(kind, "gptq"), tmp_path / "run", "orbax")
+    for folder in (*(folder_of(kind, name) for name in KINDS[kind]), tmp_path / "run"):
+        assert np.array_equal(logits(load(folder, param_dtype="float32").params), expected), folder
     other = packed(kind)[0].params | {"table": packed(kind)[0].params["table"] * 1.5}
-    assert not np.array_equal(np.asarray(compiled()(other)), expected)
+    assert not np.array_equal(logits(other), expected)
 
 
 PAIRS = [(kind, a, b) for kind in KINDS for a in KINDS[kind] for b in KINDS[kind] if a != b]
@@ -110,22 +116,28 @@ def test_any_format_becomes_any_other(folder_of, tmp_path, kind, source, target)
     assert contents(tmp_path / "x") == contents(folder_of(kind, target))
 
 
-@slow
-def test_a_run_folder_keeps_them(folder_of, tmp_path):
-    convert(folder_of("ordered", "gptq"), tmp_path / "run", "orbax")
-    assert same(load(tmp_path / "run").params, load(folder_of("ordered", "gptq"), param_dtype="float32").params)
-    save(load(folder_of("ordered", "gptq")), tmp_path / "saved", format="dense", dtype="bfloat16")
-    assert load(tmp_path / "saved").config.param_dtype == "bfloat16"
-
-
 def test_what_they_stand_for(folder_of, tmp_path):
-    """A dense folder of the numbers, float32, in which a code times a 16-bit scale is exact."""
+    """A dense folder of the numbers, float32, in which a code times a 16-bit scale is exact, or their rounding."""
     convert(folder_of("ordered", "gptq"), tmp_path / "dense", "dense")
     held = load_file(tmp_path / "dense" / "model.safetensors")
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
     for linear, raw in packed("ordered")[1].items():
         assert held[f"{linear}.weight"].dtype == np.float32
         assert np.array_equal(held[f"{linear}.weight"].T, dense_weight(*raw))
+    params, again = packed("ordered")[0].params, load(tmp_path / "dense").params
+    assert same(again["blocks"]["mlp"]["up"]["weight"], jax.vmap(Int4Tensor.dequantize)(packed_up("ordered")))
+    # The packed product adds up in the order of its words: rounding of float32 sums is all that differs.
+    expected = logits(params)
+    assert 0 < np.abs(logits(again) - expected).max() <= PROMISED * np.abs(expected).max()
+
+
+@slow
+def test_what_they_stand_for_in_half_precision(folder_of, tmp_path):
+    convert(folder_of("ordered", "gptq"), tmp_path / "dense", "dense")
+    convert(folder_of("ordered", "gptq"), tmp_path / "half", "dense", dtype="bfloat16")
+    half = load(tmp_path / "half")
+    assert half.config.param_dtype == "bfloat16"
+    assert same(half.params, jax.tree.map(lambda a: a.astype("bfloat16"), load(tmp_path / "dense").params))
 
 
 def test_the_default_format_holds_the_model(tmp_path):
@@ -249,14 +261,14 @@ def test_float32_scales_of_compressed_tensors(folder_of, tmp_path):
     wide = {k: a.astype(np.float32) if k.endswith("scale") else a for k, a in load_file(file).items()}
     save_file(wide, file)
     again = load(tmp_path / "x").params["blocks"]["mlp"]["up"]["weight"]
-    assert again.scales.dtype == "bfloat16" and np.array_equal(again.words, packed_up().words)
+    assert again.scales.dtype == "bfloat16" and np.array_equal(again.words, packed_up("symmetric").words)
     save_file(wide | {"model.layers.1.mlp.up_proj.weight_scale": np.full((96, 2), 0.1, np.float32)}, file)
     with pytest.raises(NotImplementedError, match="float32 scales of 'blocks/mlp/up/weight'"):
         load(tmp_path / "x")
 
 
-def packed_up():
-    return packed("symmetric")[0].params["blocks"]["mlp"]["up"]["weight"]
+def packed_up(kind):
+    return packed(kind)[0].params["blocks"]["mlp"]["up"]["weight"]
 
 
 def test_inspect_says_what_would_run(folder_of):

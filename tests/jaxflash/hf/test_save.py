@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from jaxflash.config import preset
 from jaxflash.hf import pieces as module
+from jaxflash.hf.folder import check_room
 from jaxflash.hf.safetensors import INDEX, open_folder
 from jaxflash.language_model import LanguageModel, load, save
 from jaxflash.model import init_params
@@ -136,6 +138,16 @@ def test_a_link_leads_to_where_it_points(model, tmp_path):
     with pytest.raises(FileExistsError, match="nothing is written over"):
         save(model, tmp_path / "full link")
     assert [p.name for p in (tmp_path / "full").iterdir()] == ["mine"]
+
+
+def test_a_place_where_nothing_can_be_made_is_told_first(model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"'.*/file/x/y' cannot be made: '.*/file' is a file"):
+        check_room(tmp_path / "file" / "x" / "y", 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # the superuser may write everywhere
+    with pytest.raises(PermissionError, match="may not be written to"):
+        save(model, tmp_path / "x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_too_little_space_is_told_first(model, tmp_path, monkeypatch):
