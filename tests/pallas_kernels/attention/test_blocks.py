@@ -155,7 +155,7 @@ def exact(call: Call, q_block: int, kv_block: int) -> None:
     np.testing.assert_array_equal(full, every.all(-1))
 
 
-FACTS = {
+FACTS: dict[str, dict[str, Any]] = {
     "lengths": dict(T=12, S=13, is_causal=True, causal_alignment="bottom_right", window=(5, 5)),
     "segments": dict(T=13, S=7, is_causal=True, causal_alignment="top_left"),
     "lengths segments": dict(T=13, S=12, window=(3, 2)),
@@ -174,7 +174,11 @@ def test_traced_calls_get_the_same_plan(kind, q_block, kv_block, hide_tail):
     if "segments" in kind:
         ids = {"query_segments": (T, 2), "kv_segments": (S, 3)}
         arrays |= {name: rng.integers(-1, ids, (B, n), np.int32) for name, (n, ids) in ids.items()}
-    given = {"query_lengths": "lengths" in kind, "kv_lengths": "lengths" in kind, "segments": "segments" in kind}
+    given: dict[str, Any] = {
+        "query_lengths": "lengths" in kind,
+        "kv_lengths": "lengths" in kind,
+        "segments": "segments" in kind,
+    }
     spec = AttentionSpec(B=B, N=1, K=1, H=64, H_v=64, dtype="bfloat16", **FACTS[kind], **given)
 
     def plan(arrays):
