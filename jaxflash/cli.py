@@ -69,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if args.cpu_devices is not None:
             use_cpu_devices(args.cpu_devices)
-        # A resumed run, or the next generation, finds its programs compiled.
-        jax.config.update("jax_compilation_cache_dir", str(default_cache_dir().with_name("xla")))
+        # A resumed run, or the next generation, finds its programs compiled; JAX_COMPILATION_CACHE_DIR may say where.
+        if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_compilation_cache_dir", str(default_cache_dir().with_name("xla")))
         args.run(args)
     except (ValueError, OSError, FloatingPointError, Unsupported, DemoError) as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)

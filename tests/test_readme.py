@@ -11,7 +11,8 @@ def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
     code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert code is not None and len(code[1].splitlines()) <= 20
     monkeypatch.chdir(tmp_path)
-    exec(code[1].replace("steps=300", 'steps=3, batch_size=8, eval_batches=1, **{"model.n_layers": 1}'), {})
+    example = code[1].replace("max_new_tokens=200", "max_new_tokens=20")
+    exec(example.replace("steps=300", 'steps=3, batch_size=8, eval_batches=1, **{"model.n_layers": 1}'), {})
     shown = capsys.readouterr().out
     assert "> xla_chunked" in shown and "([3], [" in shown
     assert (tmp_path / "runs" / "shakespeare" / "checkpoints" / "3").is_dir()

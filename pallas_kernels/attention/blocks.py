@@ -45,12 +45,11 @@ def overlaps(
     """(live, full) for each pair of blocks: whether it may hold a visible pair, and whether every pair is visible.
 
     Positions past T or S are absent and make no block partial, except that `hide_tail` makes the last block of keys
-    partial if it reaches past S: a kernel must hide keys that are not there. NumPy arrays where everything is static,
-    so that the plan is a constant of the program; then b is 1. Segments are compared by the range of ids in a block,
-    which is exact for ids in order and errs towards live for others.
+    partial if it reaches past S: a kernel must hide keys that are not there. NumPy arrays where everything is known,
+    so that the plan is a constant of the program; b is 1 where no entry of the batch has facts of its own. Segments are
+    compared by the range of ids in a block, which is exact for ids in order and errs towards live for others.
     """
-    static = all(x is None for x in (query_lengths, kv_lengths, query_segments, shifts))
-    xp = np if static else jnp
+    xp = _module(query_lengths, kv_lengths, query_segments, kv_segments, shifts)
     T, S = spec.T, spec.S
     q_length = _per_batch(xp, query_lengths, T)
     kv_length = _per_batch(xp, kv_lengths, S)
@@ -72,18 +71,19 @@ def overlaps(
         live = live & (kv_first <= q_last + shift + above)
         full = full & (kv_last <= q_first + shift + above)
     if query_segments is not None and kv_segments is not None:
-        q_low, q_high = (x[:, :, None] for x in _extremes(query_segments, q_block))
-        kv_low, kv_high = (x[:, None, :] for x in _extremes(kv_segments, kv_block))
+        q_low, q_high = (x[:, :, None] for x in _extremes(xp, query_segments, q_block))
+        kv_low, kv_high = (x[:, None, :] for x in _extremes(xp, kv_segments, kv_block))
         # A block of padding alone has low > high, and is met by nothing.
         live = live & (q_low <= kv_high) & (kv_low <= q_high) & (q_low <= q_high) & (kv_low <= kv_high)
-        padded = _has_padding(query_segments, q_block)[:, :, None] | _has_padding(kv_segments, kv_block)[:, None, :]
+        padded = _has_padding(xp, query_segments, q_block)[:, :, None]
+        padded = padded | _has_padding(xp, kv_segments, kv_block)[:, None, :]
         full = full & (q_low == kv_high) & (kv_low == q_high) & (q_low == q_high) & ~padded
     return live, live & full
 
 
 def ranges(live: Bool[Any, "b n m"], full: Bool[Any, "b n m"]) -> Ranges:
     """The ranges over the last axis. A block that needs nothing gets one partial block, so that it is still visited."""
-    xp = _module(live)
+    xp = _module(live, full)
     m = live.shape[-1]
     index = xp.arange(m, dtype=np.int32)[None, None]
     none = ~live.any(-1)
@@ -115,7 +115,7 @@ def facts(
 
 def segment_blocks(ids: Int[Array, "B L"], block: int, padding: int) -> Int[Array, "B blocks block"]:
     """Segment ids by block; padding gets an id of its side's own, equal to nothing on the other."""
-    return _cut(jnp.where(ids < 0, padding, ids).astype(jnp.int32), block, padding)
+    return _cut(jnp, jnp.where(ids < 0, padding, ids).astype(jnp.int32), block, padding)
 
 
 def _per_batch(xp: ModuleType, lengths: Any, most: int) -> Any:
@@ -131,23 +131,23 @@ def _edges(xp: ModuleType, length: int, block: int, *, axis: int) -> tuple[Any, 
     return first, xp.minimum(first + block, length)
 
 
-def _cut(ids: Any, block: int, fill: int) -> Any:
+def _cut(xp: ModuleType, ids: Any, block: int, fill: int) -> Any:
     """(B, length) -> (B, blocks, block)."""
-    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=fill)
+    ids = xp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=fill)
     return ids.reshape(ids.shape[0], -1, block)
 
 
-def _extremes(ids: Any, block: int) -> tuple[Any, Any]:
+def _extremes(xp: ModuleType, ids: Any, block: int) -> tuple[Any, Any]:
     """The least and the greatest id that is no padding in each block, (B, blocks) each."""
-    ids = _cut(ids.astype(jnp.int32), block, -1)
+    ids = _cut(xp, ids.astype(np.int32), block, -1)
     most = np.iinfo(np.int32).max
-    return jnp.where(ids < 0, most, ids).min(-1), jnp.where(ids < 0, -1, ids).max(-1)
+    return xp.where(ids < 0, most, ids).min(-1), xp.where(ids < 0, -1, ids).max(-1)
 
 
-def _has_padding(ids: Any, block: int) -> Any:
+def _has_padding(xp: ModuleType, ids: Any, block: int) -> Any:
     # Positions past the end are absent, not padding.
-    return (_cut(ids, block, 0) < 0).any(-1)
+    return (_cut(xp, ids, block, 0) < 0).any(-1)
 
 
-def _module(x: Any) -> ModuleType:
-    return np if isinstance(x, np.ndarray) else jnp
+def _module(*arrays: Any) -> ModuleType:
+    return np if all(x is None or isinstance(x, np.ndarray) for x in arrays) else jnp

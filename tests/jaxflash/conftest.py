@@ -7,7 +7,7 @@ import pytest
 from jaxflash.config import TrainConfig, preset
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small() -> TrainConfig:
     """Eight query and eight key/value heads, so that tensor=8 divides; float32, so that meshes can be compared."""
     model = preset("tiny", n_layers=2, d_model=64, n_heads=8, n_kv_heads=8, head_dim=8, d_ff=128)

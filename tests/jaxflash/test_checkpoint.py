@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +27,18 @@ def _python(script: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True)
 
 
+@pytest.fixture(scope="module")
+def trained(small, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("trained") / "run")
+    config = dataclasses.replace(small, out=out, steps=3, schedule_steps=10, checkpoint_every=1, keep=2)
+    return train(config, quiet=True)
+
+
 @pytest.fixture
-def run(small, out):
-    return train(dataclasses.replace(small, out=out, steps=3, checkpoint_every=1, keep=2), quiet=True)
+def run(trained, out):
+    """A folder to change."""
+    shutil.copytree(trained.path, out)
+    return dataclasses.replace(trained, path=Path(out), config=dataclasses.replace(trained.config, out=out))
 
 
 def test_the_newest_two_are_kept(run):

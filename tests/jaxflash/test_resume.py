@@ -22,6 +22,12 @@ def bits(tree) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.fixture(scope="module")
+def whole(small):
+    """A run that nothing disturbs."""
+    return train(small, quiet=True)
+
+
 def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(small, tmp_path):
     config = dataclasses.replace(on_mesh(small, 2, 2, 2), schedule_steps=10, checkpoint_every=3)
     whole = train(dataclasses.replace(config, out=str(tmp_path / "whole")), quiet=True)
@@ -34,22 +40,20 @@ def test_resumed_run_equals_an_uninterrupted_one_bit_for_bit(small, tmp_path):
 
 def test_checkpoint_is_restored_bit_for_bit_on_another_mesh(small, out):
     saved = train(dataclasses.replace(on_mesh(small, 2, 2, 2), out=out, steps=4, schedule_steps=10), quiet=True)
-    for sizes in [(1, 1, 1), (1, 8, 1), (1, 2, 4)]:
+    for sizes in [(1, 1, 1), (1, 8, 1), (1, 1, 8)]:
         again = train(dataclasses.replace(on_mesh(small, *sizes), out=out, steps=4, schedule_steps=10), quiet=True)
         assert bits(again.state) == bits(saved.state)
         assert len(again.state.params["table"].sharding.device_set) == np.prod(sizes)
 
 
-def test_resume_on_another_mesh_continues_the_curve(small, tmp_path):
-    config = dataclasses.replace(small, schedule_steps=10)
-    whole = train(on_mesh(config, 1, 1, 1), quiet=True)
-    parts = dataclasses.replace(config, out=str(tmp_path))
-    train(dataclasses.replace(on_mesh(parts, 1, 4, 2), steps=5), quiet=True)
+def test_resume_on_another_mesh_continues_the_curve(small, whole, tmp_path):
+    parts = dataclasses.replace(small, schedule_steps=10, out=str(tmp_path))
+    train(dataclasses.replace(on_mesh(parts, 2, 2, 2), steps=5), quiet=True)
     resumed = train(on_mesh(parts, 2, 1, 2), quiet=True)
     np.testing.assert_allclose(resumed.curve()[1], whole.curve()[1], rtol=0, atol=1e-5)
 
 
-def test_a_signal_saves_and_the_next_call_goes_on(small, tmp_path):
+def test_a_signal_saves_and_the_next_call_goes_on(small, whole, tmp_path):
     config = dataclasses.replace(small, out=str(tmp_path / "run"))
     before = signal.getsignal(signal.SIGTERM)
     stopped = train(config, quiet=True, on_record=lambda r: r["step"] == 3 and os.kill(os.getpid(), signal.SIGTERM))
@@ -57,10 +61,10 @@ def test_a_signal_saves_and_the_next_call_goes_on(small, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
     resumed = train(config, quiet=True)
     assert resumed.stopped is None
-    assert resumed.curve() == train(dataclasses.replace(config, out=None), quiet=True).curve()
+    assert resumed.curve() == whole.curve()
 
 
-def test_a_signal_during_an_evaluation_is_not_forgotten(small, tmp_path):
+def test_a_signal_during_an_evaluation_is_not_forgotten(small, whole, tmp_path):
     """It comes after the loop has decided about this step: one more step is taken, and then saved."""
     config = dataclasses.replace(small, out=str(tmp_path / "run"), eval_every=3)
 
@@ -72,7 +76,7 @@ def test_a_signal_during_an_evaluation_is_not_forgotten(small, tmp_path):
     assert stopped.stopped == "SIGTERM" and int(stopped.state.step) == 4
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["4"]
     assert [r["step"] for r in stopped.records if "loss" in r] == [1, 2, 3, 4]
-    assert train(config, quiet=True).curve() == train(dataclasses.replace(config, out=None), quiet=True).curve()
+    assert train(config, quiet=True).curve() == whole.curve()
 
 
 def test_records_of_steps_after_the_checkpoint_are_dropped_on_resume(small, out):
@@ -133,5 +137,5 @@ def test_files_of_others_by_our_names_are_not_written_over(small, tmp_path, name
 def test_a_folder_without_a_run_keeps_its_files(small, out):
     Path(out).mkdir()
     (Path(out) / "notes.txt").write_text("mine")
-    train(dataclasses.replace(small, out=out, steps=2), quiet=True)
+    train(dataclasses.replace(small, out=out, steps=2, schedule_steps=10), quiet=True)
     assert (Path(out) / "notes.txt").read_text() == "mine"

@@ -39,7 +39,7 @@ def losses(run):
     return run.curve()[1] + run.curve("validation_loss")[1]
 
 
-def test_the_trainer_runs_over_stages(tiny, capfd):
+def test_the_trainer_runs_over_stages(tiny, compiled_anew, capfd):
     one = train(tiny, quiet=True)
     piped = train(dataclasses.replace(tiny, mesh=ALL), quiet=True)
     # XLA prints this when a layout forces it to copy an array to every device.

@@ -17,8 +17,6 @@ from sharding.rules import RULES, bytes_per_device, check, constrain, shardings,
 MESHES = [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8), (1, 8, 1), (1, 4, 2)]
 CASES = [(sizes, True) for sizes in MESHES] + [((2, 2, 2), False), ((1, 4, 2), False)]
 WARNING = "Involuntary full rematerialization"
-# What is tested is done before LLVM, whose optimiser takes half of the time.
-QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 V, D, F, N, K, H, L, B, T = 64, 32, 48, 16, 8, 4, 2, 16, 8
 
 
@@ -81,26 +79,38 @@ def toy_ids():
     return jnp.asarray(np.random.default_rng(0).integers(0, V, (B, T)), jnp.int32)
 
 
+@functools.cache
+def unsharded(tied):
+    return jax.jit(jax.value_and_grad(toy_loss))(toy_params(tied, jnp.float64), toy_ids())
+
+
 @pytest.mark.parametrize(("sizes", "tied"), CASES)
-def test_every_byte_lies_where_the_rules_say(sizes, tied, capfd):
+def test_every_byte_lies_where_the_rules_say_and_gradients_are_those_of_one_device(sizes, tied, capfd):
     mesh, axes = mesh_of(sizes), toy_axes(tied)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10)))
 
     def step(params, state, ids):
-        updates, state = tx.update(jax.grad(toy_loss)(params, ids), state, params)
-        return optax.apply_updates(params, updates), state
+        loss, grads = jax.value_and_grad(toy_loss)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return loss, grads, optax.apply_updates(params, updates), state
 
-    with jax.set_mesh(mesh):
-        params = toy_params(tied)
-        check(params, axes, mesh, {"heads": N, "kv_heads": K})
-        param_sh = shardings(axes, mesh)
-        state_sh = state_shardings(tx, jax.eval_shape(tx.init, params), param_sh, mesh)
-        params = jax.device_put(params, param_sh)
-        state = jax.jit(tx.init, out_shardings=state_sh, compiler_options=QUICK)(params)
-        ids = jax.device_put(toy_ids(), NamedSharding(mesh, spec(("batch", "sequence"))))
-        train = jax.jit(step, out_shardings=(param_sh, state_sh), donate_argnums=(0, 1), compiler_options=QUICK)
-        params, state = train(params, state, ids)
+    with jax.enable_x64(True):  # in float64 a wrong layout cannot hide in rounding
+        want_loss, want_grads = unsharded(tied)
+        with jax.set_mesh(mesh):
+            params = toy_params(tied, jnp.float64)
+            check(params, axes, mesh, {"heads": N, "kv_heads": K})
+            shapes, param_sh = jax.eval_shape(tx.init, params), shardings(axes, mesh)
+            state_sh = state_shardings(tx, shapes, param_sh, mesh)
+            params = jax.device_put(params, param_sh)
+            state = jax.device_put(jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes), state_sh)
+            ids = jax.device_put(toy_ids(), NamedSharding(mesh, spec(("batch", "sequence"))))
+            train = jax.jit(step, out_shardings=(None, param_sh, param_sh, state_sh), donate_argnums=(0, 1))
+            loss, grads, params, state = train(params, state, ids)
     assert WARNING not in capfd.readouterr().err
+    assert jax.tree.map(lambda g: g.sharding, grads) == param_sh
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-13)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
+        assert np.max(np.abs(np.asarray(got) - np.asarray(want))) <= 1e-12 * np.max(np.abs(np.asarray(want)))
 
     def expected(leaf, names):
         ways = math.prod(mesh.shape[axis] for name in names for axis in RULES[name])
@@ -119,27 +129,6 @@ def test_every_byte_lies_where_the_rules_say(sizes, tied, capfd):
     assert shard.nbytes == wanted["blocks/up"]  # what is stored, not only what the sharding claims
 
 
-@functools.cache
-def unsharded(tied):
-    return jax.jit(jax.value_and_grad(toy_loss), compiler_options=QUICK)(toy_params(tied, jnp.float64), toy_ids())
-
-
-@pytest.mark.parametrize(("sizes", "tied"), CASES)
-def test_sharded_equals_unsharded(sizes, tied):
-    mesh = mesh_of(sizes)
-    with jax.enable_x64(True):  # in float64 a wrong layout cannot hide in rounding
-        params, ids = toy_params(tied, jnp.float64), toy_ids()
-        loss, grads = unsharded(tied)
-        with jax.set_mesh(mesh):
-            param_sh = shardings(toy_axes(tied), mesh)
-            fn = jax.jit(jax.value_and_grad(toy_loss), out_shardings=(None, param_sh), compiler_options=QUICK)
-            sharded_loss, sharded_grads = fn(jax.device_put(params, param_sh), ids)
-    assert jax.tree.map(lambda g: g.sharding, sharded_grads) == param_sh
-    np.testing.assert_allclose(sharded_loss, loss, rtol=1e-13)
-    for got, want in zip(jax.tree.leaves(sharded_grads), jax.tree.leaves(grads), strict=True):
-        assert np.max(np.abs(np.asarray(got) - np.asarray(want))) <= 1e-12 * np.max(np.abs(np.asarray(want)))
-
-
 def test_the_warning_is_visible(capfd):
     """The control: the layout that RULES avoids must warn here, or the test above sees nothing."""
     mesh = mesh_of((1, 4, 2))
@@ -147,7 +136,7 @@ def test_the_warning_is_visible(capfd):
         param_sh = shardings(toy_axes(True), mesh) | {"table": NamedSharding(mesh, P("tensor", "fsdp"))}
         ids_sh = NamedSharding(mesh, spec(("batch", "sequence")))
         grad = jax.grad(lambda p, i: toy_loss(p, i, gather_table=False))
-        grad = jax.jit(grad, in_shardings=(param_sh, ids_sh), out_shardings=param_sh, compiler_options=QUICK)
+        grad = jax.jit(grad, in_shardings=(param_sh, ids_sh), out_shardings=param_sh)
         grad.lower(*jax.eval_shape(lambda: (toy_params(True), toy_ids()))).compile()
     assert WARNING in capfd.readouterr().err
 

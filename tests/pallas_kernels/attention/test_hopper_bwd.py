@@ -116,11 +116,11 @@ def plan(case: Case, q_block: int) -> tuple[np.ndarray, hopper_bwd_plan.Plan]:
     """(live pairs of blocks, plan) of a call."""
     arguments = case.arguments()
     sides: Any = segment_sides(arguments.get("segment_ids"))
-    live, full = blocks.overlaps(
-        case.spec(), q_block, 128, query_segments=sides[0], kv_segments=sides[1],
-        query_lengths=arguments.get("query_seq_lengths"), kv_lengths=arguments.get("key_value_seq_lengths"),
-    )  # fmt: skip
-    return np.asarray(live), hopper_bwd_plan.Plan(*map(np.asarray, hopper_bwd_plan.make_plan(live, full, 0, case.S)))
+    arrays = {"query_lengths": arguments.get("query_seq_lengths"), "kv_lengths": arguments.get("key_value_seq_lengths")}
+    arrays |= {"query_segments": sides[0], "kv_segments": sides[1]}
+    known: dict[str, Any] = {name: None if x is None else np.asarray(x) for name, x in arrays.items()}
+    live, full = blocks.overlaps(case.spec(), q_block, 128, **known)
+    return live, hopper_bwd_plan.make_plan(live, full, 0, case.S)
 
 
 @pytest.mark.parametrize("name", CASES | SLOW)
