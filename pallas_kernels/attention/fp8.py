@@ -25,8 +25,12 @@ LARGEST = 448.0  # of e4m3
 Q_BLOCK = 64  # queries that share a scale
 # Weights of the softmax, at most 1, are multiplied by this before they are cast: below 2^-6 e4m3 loses bits.
 WEIGHT_SCALE = 256.0
-# Scales of values lie between 2^-44 and 2^44: the kernel's accumulator changes from one's unit to another's.
-_VALUE_EXPONENT = 44
+# Scales of queries and keys lie between 2^-100 and 2^100, those of values between 2^-44 and 2^44: the kernel's
+# accumulator changes from one's unit to another's.
+EXPONENT, VALUE_EXPONENT = 100, 44
+LARGEST_VALUE = LARGEST * 2.0**VALUE_EXPONENT
+# How `permuted` goes to the kernel's order of tokens, and back.
+TO_KERNEL, TO_TOKENS = (2, 4, 2), (4, 2, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +94,14 @@ def rotated(x: Float[Array, "*b h"], recipe: Recipe) -> Float[Array, "*b h"]:
     """R x in float32, along the last axis."""
     if not recipe.transform:
         return x.astype(jnp.float32)
-    dim = x.shape[-1]
     # Entries of R are exact in any format: products of 16-bit numbers lose nothing on tensor cores.
-    matrix = rotation(dim, recipe).astype(x.dtype)
-    # bfloat16 is 16 times finer than e4m3 and half of the memory traffic; float16 might overflow before `norm`.
-    kept = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
-    highest = jax.lax.Precision.HIGHEST
-    product = jnp.einsum("...h,gh->...g", x, matrix, precision=highest, preferred_element_type=kept)
-    return product.astype(jnp.float32) * norm(dim)
+    return _product(x, rotation(x.shape[-1], recipe).T) * norm(x.shape[-1])
+
+
+def _product(x: Array, matrix: np.ndarray) -> Array:
+    """x times a matrix of -1, 0 and 1, in float32."""
+    precise: Any = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    return jnp.einsum("...h,hg->...g", x, matrix.astype(x.dtype), **precise)
 
 
 def power_of_two(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -106,13 +110,20 @@ def power_of_two(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.lax.bitcast_convert_type((bits + 0x7FFFFF) & 0x7F800000, jnp.float32)
 
 
-def scales(x: Float[Array, "*b l h"], block: int, recipe: Recipe, exponent: int = 100) -> Float[Array, "*b blocks"]:
-    """The scale of each block of rows: the least power of two that brings its largest finite entry to at most 448."""
+def scale_of(size: Any, exponent: int) -> Any:
+    """The least power of two that brings float32 `size` to at most 448."""
+    return power_of_two(jnp.clip(size / LARGEST, 2.0**-exponent, 2.0**exponent))
+
+
+def scales(
+    x: Float[Array, "*b l h"], block: int, recipe: Recipe, exponent: int = EXPONENT
+) -> Float[Array, "*b blocks"]:
+    """`scale_of` the largest finite entry of each block of rows."""
     size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0).max(-1)
     size = size.reshape(*size.shape[:-1], -1, block).max(-1)
     if recipe.whole:
         size = jnp.broadcast_to(size.max(-1, keepdims=True), size.shape)
-    return power_of_two(jnp.clip(size / LARGEST, 2.0**-exponent, 2.0**exponent))
+    return scale_of(size, exponent)
 
 
 def cast(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -149,19 +160,19 @@ def quantise(
     """
     H, H_v = head_dims(spec)
     block = block or kv_block(spec)
-    rows = _present(query, query_lengths, query_segments)
-    cols = _present(key, kv_lengths, kv_segments)
+    rows = present(query, query_lengths, query_segments)
+    cols = present(key, kv_lengths, kv_segments)
     # Lengths in front of heads: (B, N, T, H).
     q, k, v = (jnp.where(there, x, 0).swapaxes(1, 2) for x, there in ((query, rows), (key, cols), (value, cols)))
     q = rotated(_padded(q, Q_BLOCK, H), recipe)
     k = rotated(_padded(k, block, H), recipe)
     v = _padded(v, block, H_v).astype(jnp.float32)
-    finite = (jnp.abs(v) <= LARGEST * 2.0**_VALUE_EXPONENT).all(-1, keepdims=True)
+    finite = (jnp.abs(v) <= LARGEST_VALUE).all(-1, keepdims=True)
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0.0)
     q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, block, recipe)
-    v_scale = scales(v, block, recipe, _VALUE_EXPONENT)
+    v_scale = scales(v, block, recipe, VALUE_EXPONENT)
     q, k, v = (cast(_by_block(x, 1 / scale)) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale)))
-    v = _permuted(v.swapaxes(2, 3), (2, 4, 2))
+    v = permuted(v.swapaxes(2, 3), TO_KERNEL)
     T8 = -(-spec.T // 8) * 8
     return Operands(q[:, :, :T8].swapaxes(1, 2), q_scale, k.swapaxes(1, 2), k_scale, v, v_scale)
 
@@ -172,7 +183,7 @@ def dequantised(
     """(q^, k^, v^) in float32, by heads, of whole blocks."""
     q, k, v = (x.astype(jnp.float32) for x in (operands.query, operands.key, operands.value))
     q = _padded(q.swapaxes(1, 2), Q_BLOCK, q.shape[-1])
-    v = _permuted(v, (4, 2, 2)).swapaxes(2, 3)
+    v = permuted(v, TO_TOKENS).swapaxes(2, 3)
     return (
         _by_block(q, operands.query_scale),
         _by_block(k.swapaxes(1, 2), operands.key_scale),
@@ -191,8 +202,8 @@ def rounded(
 
     In float32; the dtype of the inputs holds them exactly too.
     """
-    rows = _present(query, facts.get("query_lengths"), facts.get("query_segments"))
-    cols = _present(key, facts.get("kv_lengths"), facts.get("kv_segments"))
+    rows = present(query, facts.get("query_lengths"), facts.get("query_segments"))
+    cols = present(key, facts.get("kv_lengths"), facts.get("kv_segments"))
     H = head_dims(spec)[0]
     there = ((query, rows, H), (key, cols, H), (value, cols, spec.H_v))
     q, k, v = (_padded(jnp.where(where, x, 0), 1, head_dim) for x, where, head_dim in there)
@@ -238,7 +249,7 @@ def exact(attend: Callable[..., Any]) -> Callable[..., Any]:
     return attend_rounded
 
 
-def _present(x: Any, lengths: Any, segments: Any) -> Any:
+def present(x: Any, lengths: Any, segments: Any) -> Any:
     """(B, L, 1, 1) booleans, or True."""
     there: Any = True
     if lengths is not None:
@@ -253,8 +264,8 @@ def _padded(x: Array, block: int, head_dim: int) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % block), (0, head_dim - x.shape[-1])])
 
 
-def _permuted(x: Array, tokens: tuple[int, int, int]) -> Array:
-    """(..., l) with every 16 tokens, as so many by so many pairs, transposed.
+def permuted(x: Any, tokens: tuple[int, int, int]) -> Any:
+    """(..., l) with every 16 tokens, as so many by so many pairs, transposed; an array of jax or of NumPy.
 
     16 tokens are held as 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, as a warpgroup's accumulator holds them: its registers
     then are the operand of the product with the values as they are, without a shuffle (`mosaic.as_operand`).
