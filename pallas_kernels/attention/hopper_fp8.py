@@ -1,8 +1,8 @@
 """FlashAttention-3's forward pass in e4m3 for Hopper (sm_90a) in Pallas Mosaic GPU: block scales, float32 softmax.
 
-The schedule of `hopper.py`, with operands from `fp8.quantise`: queries and keys rotated, values transposed, because an
-8-bit product wants both operands along the keys. The weights of a block go from accumulator to operand without a
-shuffle (`mosaic.as_operand`); values lie in the order of tokens that this makes.
+The schedule of `hopper.py`, with operands from `hopper_fp8_prologue.quantise`: queries and keys rotated, values
+transposed, because an 8-bit product wants both operands along the keys. The weights of a block go from accumulator to
+operand without a shuffle (`mosaic.as_operand`); values lie in the order of tokens that this makes.
 
     S = Q8 K8'                        product in e4m3, float32 sums
     P = exp2(c S - m + 8)             c = scale log2(e) s_q s_k, of 64 queries and the block of keys
@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import fp8
+from pallas_kernels.attention import fp8, hopper_fp8_prologue
 from pallas_kernels.attention.hopper_config import SMEM_LIMIT, heads_side_by_side
 from pallas_kernels.attention.hopper_fp8_config import Fp8Config, default, fits, smem_bytes, staged_columns
 from pallas_kernels.attention.hopper_walk import (
@@ -79,8 +79,17 @@ def attend(
         "query_segments": query_segments, "kv_segments": kv_segments,
     }  # fmt: skip
     query, scale = positive_scale(query, scale)
-    operands = fp8.quantise(spec, query, key, value, block=config.kv_block, **facts)
+    operands = hopper_fp8_prologue.quantise(spec, query, key, value, block=config.kv_block, **facts)
     return attend_operands(spec, operands, scale=scale, shifts=shifts, config=config, device=device, **facts)
+
+
+def attend_codes(
+    spec: AttentionSpec, query: Array, *arrays: Array, scale: float, device: Device = H200, **facts: Any
+) -> tuple[Array, Array]:
+    """As `attend`, of `fp8.given`'s arrays: e4m3 numbers and their scales."""
+    query, scale = positive_scale(query, scale)
+    operands = fp8.given(spec, query, *arrays, **facts)
+    return attend_operands(spec, operands, scale=scale, config=default(spec), device=device, **facts)
 
 
 def attend_operands(
@@ -123,7 +132,7 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
         "q": mosaic.swizzled((config.q_block, H), fp8.E4M3),
         "k": mosaic.swizzled((stages, kv_block, H), fp8.E4M3),
         "v": mosaic.swizzled((stages, H_v, kv_block), fp8.E4M3),
-        "o": mosaic.swizzled((config.q_block, staged_columns(H_v)), spec.dtype),
+        "o": mosaic.swizzled((config.q_block, staged_columns(H_v, config)), spec.dtype),
         "lse": plgpu.SMEM((wgs, 64), f32),
         "q_ready": plgpu.Barrier(num_arrivals=1),
         "q_free": plgpu.Barrier(num_arrivals=wgs),
@@ -132,6 +141,8 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
         "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         "v_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
     }
+    if config.promote:
+        smem["sums"] = mosaic.swizzled((config.q_block, H_v), f32)
     if config.turns:
         smem["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=wgs)
     if spec.segments:
@@ -251,13 +262,26 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         if config.turns:
             plgpu.barrier_arrive(smem["turn"].at[lax.rem(w + 1, i32(config.warpgroups))])
 
-    accumulator = mosaic.ACC((64, H_v), f32)
     plgpu.barrier_wait(smem["q_ready"])
 
-    def with_output(*whole_acc):
-        """`whole_acc` sums all blocks; without it each block has an accumulator of its own, added to `sums`."""
+    # What blocks before the last few summed up to, in float32; each thread reads just what it wrote.
+    sums: Any = smem["sums"].at[pl.ds(w * 64, 64)] if config.promote else None
+
+    def summed(o, since):
+        """o with those sums, which are to be multiplied by `since`."""
+        if sums is None:
+            return o
+        return plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, o.shape) + o
+
+    def zeros():
+        return plgpu.layout_cast(jnp.zeros((64, H_v), f32), plgpu.Layout.WGMMA)
+
+    def with_output(product):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
         total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
+        since = plgpu.layout_cast(jnp.ones((64,), f32), ROWS)
+        if sums is not None:
+            sums[...] = zeros()
 
         skipped = seen.skipped_blocks(steps)
         if skipped is not None:
@@ -291,14 +315,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
-            weights, maximum, total, sums = carry
+            weights, maximum, total, since = carry
             here, there = slot(n), slot(n + 1)
             # Read here, long before they are needed.
             factor = q_scale * scale_of("key_scale", n + 1)
             unit = scale_of("value_scale", n) / scale_of("value_scale", n + 1)
 
-            def with_scores(s_acc, *own_acc):
-                (product,) = own_acc or whole_acc
+            def with_scores(s_acc):
                 plgpu.barrier_wait(smem["k_ready"].at[there])
                 wait_turn()
                 plgpu.wgmma(s_acc, q, smem["k"].at[there].T)
@@ -311,17 +334,30 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 plgpu.barrier_arrive(smem["v_free"].at[here])
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.
                 new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
-                o = product[...]
-                decay = broadcast(decay * unit, o.shape)
-                if own_acc:
-                    return new_weights, new_maximum, new_total, ((sums[0] + o) * decay,)
-                product[...] = o * decay
-                return new_weights, new_maximum, new_total, ()
+                decay = decay * unit
+                product[...], new_since = moved(n, product[...], since, decay)
+                return new_weights, new_maximum, new_total, new_since
 
-            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32), *[accumulator] * config.promote)
+            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
 
-        sums = (plgpu.layout_cast(jnp.zeros((64, H_v), f32), plgpu.Layout.WGMMA),) * config.promote
-        weights, maximum, total, sums = lax.fori_loop(first, steps - 1, step, (weights, maximum, total, sums))
+        def moved(n, o, since, decay):
+            """(what the next block is added to, since) after block n; every few blocks o goes over to the sums."""
+
+            def kept(o):
+                return o * broadcast(decay, o.shape), since * decay
+
+            def handed_over(o):
+                sums[...] = summed(o, since)
+                return zeros(), decay
+
+            if sums is None:
+                return kept(o)
+            if config.promote == 1:
+                return handed_over(o)
+            due = lax.rem(n, i32(config.promote)) == config.promote - 1
+            return lax.cond(due, handed_over, kept, o)
+
+        weights, maximum, total, since = lax.fori_loop(first, steps - 1, step, (weights, maximum, total, since))
         if config.turns:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
         plgpu.barrier_arrive(smem["q_free"])
@@ -329,23 +365,17 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         unit = scale_of("value_scale", steps - 1)
         plgpu.barrier_wait(smem["v_ready"].at[last])
 
-        def last_product(acc):
-            plgpu.wgmma(acc, weights, smem["v"].at[last].T)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(smem["v_free"].at[last])
-            return acc[...]
-
-        if config.promote:
-            o = sums[0] + pl.run_scoped(last_product, accumulator)
-        else:
-            o = last_product(*whole_acc)
+        plgpu.wgmma(product, weights, smem["v"].at[last].T)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(smem["v_free"].at[last])
+        o = summed(product[...], since)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         nothing = total == 0.0
         inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))
         lse = jnp.where(nothing, -jnp.inf, (maximum - _WEIGHT_BITS) * math.log(2) + jnp.log(total))
         return o * broadcast(inverse, o.shape), lse
 
-    o, lse = with_output() if config.promote else pl.run_scoped(with_output, accumulator)
+    o, lse = pl.run_scoped(with_output, mosaic.ACC((64, H_v), f32))
     smem["lse"][w] = lse
     out = gmem["out"].at[tile.batch, pl.ds(first_row, 64), tile.head]
     staging = smem["o"].at[pl.ds(w * 64, 64)]

@@ -2,8 +2,8 @@
 
     64 rows a warpgroup, a block of rows (or of keys and their values) a CTA; TMA in and out.
 
-    x  -> x R' by wgmma -> the block's largest |x| -> scale -> codes              rows along the head dim
-    v  -> the block's largest |v| -> scale -> v' I by wgmma -> codes              rows along the keys, in the kernel's order
+    x -> x R' by wgmma -> the block's largest |x| -> scale -> codes      rows along the head dim
+    v -> the block's largest |v| -> scale -> v' I by wgmma -> codes      rows along the keys, in the attention's order
 
 R is taken 64 dims at a time, the rest of a longer Hadamard matrix are additions of registers. Its columns, and the keys
 of V', come out in the order that makes four codes of a thread neighbours (`mosaic.as_operand`): for values just that is
@@ -32,6 +32,7 @@ from pallas_kernels.mosaic import ROWS
 
 i32, f32 = jnp.int32, jnp.float32
 _WIDTH = 64  # of what a product takes and gives, both ways
+_SQUARE = (_WIDTH, _WIDTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class _Tile:
     block: int  # rows that share a scale, a multiple of 32
     heads: int
     H: int
-    H_v: int | None  # None: there are no values
+    H_v: int  # 0: there are no values
 
     @property
     def warpgroups(self) -> int:
@@ -81,9 +82,7 @@ def _matrices(H: int, dtype: Any) -> np.ndarray:
     """(H / 64 + 1, 64, 64): R' of every 64 dims before the sums over them, and the identity."""
     matrix = fp8.rotation(H, fp8.STANDARD)
     width = H & -H  # of a Hadamard matrix; its first 64 rows hold every column's sign as it is
-    parts = [
-        matrix[c - c % width :][:_WIDTH, c : c + _WIDTH].T for c in range(0, H, _WIDTH)
-    ]
+    parts = [matrix[c - c % width :][:_WIDTH, c : c + _WIDTH].T for c in range(0, H, _WIDTH)]
     parts = [fp8.permuted(part, fp8.TO_TOKENS) for part in parts]
     return np.stack([*parts, np.eye(_WIDTH)]).astype(dtype)
 
@@ -91,9 +90,7 @@ def _matrices(H: int, dtype: Any) -> np.ndarray:
 def _call(block: int, x: Array, value: Array | None, present: Any) -> tuple[Array, ...]:
     """(codes, scales) of x and, if there are, of the values."""
     B, L, heads, H = x.shape
-    tile = _Tile(
-        blocks=pl.cdiv(L, block), block=block, heads=heads, H=H, H_v=None if value is None else value.shape[3]
-    )
+    tile = _Tile(blocks=pl.cdiv(L, block), block=block, heads=heads, H=H, H_v=0 if value is None else value.shape[3])
     wgs = tile.warpgroups
     operands = {"x": x, "matrices": jnp.asarray(_matrices(H, x.dtype))}
     scales = jax.ShapeDtypeStruct((B, heads, tile.blocks), f32)
@@ -155,7 +152,7 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     batch, block = _divided(rest, tile.blocks)
     first = block * tile.block
     rows = pl.ds(first + w * _WIDTH, _WIDTH)
-    values = tile.H_v is not None
+    values = tile.H_v > 0
     x = smem["x"].at[w]
     plgpu.copy_gmem_to_smem(gmem["x"].at[batch, rows, head], x, smem["x_ready"].at[w])
     if values:
@@ -165,23 +162,25 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     def _():
         plgpu.copy_gmem_to_smem(gmem["matrices"], smem["matrices"], smem["matrices_ready"])
 
-    present = mine = None
+    present: Any = None
+    mine: Any = None
     if "present" in gmem:
         present = plgpu.load(gmem["present"].at[batch, rows], layout=ROWS, optimized=False)
     if tile.unit < _WIDTH:  # the last warpgroup's rows may be the next block's
         mine = plgpu.broadcasted_iota(i32, (_WIDTH,), 0, layout=ROWS) < tile.block - w * _WIDTH
     plgpu.barrier_wait(smem["matrices_ready"])
 
-    v_size = v_bad = None
+    v_size: Any = None
+    v_bad: Any = None
     if values:
         plgpu.barrier_wait(smem["v_ready"].at[w])
         v_size, v_bad = _look_at_values(smem["v"].at[w], present)
     plgpu.barrier_wait(smem["x_ready"].at[w])
     parts = _rotated(tile, x, smem["matrices"])
     if v_bad is not None:
-        parts = [jnp.where(broadcast(v_bad, part.shape) > 0, jnp.nan, part) for part in parts]
+        parts = [jnp.where(broadcast(v_bad, _SQUARE) > 0, jnp.nan, part) for part in parts]
     if present is not None:
-        parts = [jnp.where(broadcast(present, part.shape) > 0, part, 0.0) for part in parts]
+        parts = [jnp.where(broadcast(present, _SQUARE) > 0, part, 0.0) for part in parts]
 
     x_size = _largest([jnp.where(jnp.abs(part) < jnp.inf, jnp.abs(part), 0.0) for part in parts])
     scales = {"x": (x_size, fp8.EXPONENT)} | ({"v": (v_size, fp8.VALUE_EXPONENT)} if values else {})
@@ -224,7 +223,7 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
             plgpu.wgmma(acc, smem["v"].at[w, :, dims].T, smem["matrices"].at[tile.H // _WIDTH])
             return acc[...]
 
-        part = pl.run_scoped(transposed, mosaic.ACC((_WIDTH, _WIDTH), f32))
+        part = pl.run_scoped(transposed, mosaic.ACC(_SQUARE, f32))
         staging = smem["v_codes"].at[w]
         for u, columns in enumerate(mosaic.columns_of(part, tile.unit)):
             staging[u] = _codes(columns, scales["v"])
@@ -235,7 +234,7 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
             keys = pl.ds(first + w * _WIDTH + u * tile.unit, tile.unit)
             plgpu.copy_smem_to_gmem(staging.at[u], gmem["v_codes"].at[batch, head, dims, keys])
 
-    for c in range(max(tile.H, tile.H_v or 0) // _WIDTH):
+    for c in range(max(tile.H, tile.H_v) // _WIDTH):
         if c > 0:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if c < len(parts):
@@ -266,7 +265,7 @@ def _look_at_values(v: Any, present: Any) -> tuple[Any, Any]:
     def _():
         for part in wide:
             x = plgpu.load(part, layout=mosaic.Layout.WGMMA)
-            part[...] = jnp.where(broadcast(hidden, x.shape) > 0, jnp.zeros((), x.dtype), x)
+            part[...] = jnp.where(broadcast(hidden, _SQUARE) > 0, jnp.zeros((), x.dtype), x)
         plgpu.commit_smem()
 
     size = _largest([jnp.where(size <= fp8.LARGEST_VALUE, size, 0.0) for size in sizes])
@@ -283,7 +282,7 @@ def _rotated(tile: _Tile, x: Any, matrices: Any) -> list[Any]:
         plgpu.wgmma_wait(0)
         return [acc[...] for acc in accumulators]
 
-    parts = pl.run_scoped(products, *[mosaic.ACC((_WIDTH, _WIDTH), f32)] * count)
+    parts = pl.run_scoped(products, *[mosaic.ACC(_SQUARE, f32)] * count)
     step = 1
     while step * _WIDTH < tile.H & -tile.H:
         parts = [parts[c - step] - part if c & step else part + parts[c + step] for c, part in enumerate(parts)]

@@ -22,6 +22,7 @@ from pallas_kernels.attention import (
     hopper_config,
     hopper_fp8,
     hopper_fp8_config,
+    hopper_fp8_prologue,
 )
 from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec
@@ -91,11 +92,20 @@ def fp8_candidates() -> list[Candidate]:
 
         return _candidate(f"fp8-{H}-{H_v}-{mask}{_changes(spare)}", attend, spec, tuple(operands), optional)
 
+    def prologue(H: int, H_v: int, mask: str) -> Candidate:
+        facts, optional = MASKS[mask]
+        spec = _spec(H=H, H_v=H_v, precision="fp8", **facts)
+        quantise = functools.partial(hopper_fp8_prologue.quantise, spec)
+        return _candidate(
+            f"fp8-prologue-{H}-{H_v}-{mask}", quantise, spec, _shapes(spec, "BTNH", "BSKH", "BSKV"), optional
+        )
+
     dims = [(64, 64), (128, 128), (192, 128), (256, 256)]
-    larger = hopper_fp8_config.Fp8Config(kv_block=224)
+    spares = [((128, 128), hopper_fp8_config.Fp8Config(kv_block=128, promote=4))]
     return [
         *(candidate(H, H_v, mask) for H, H_v in dims for mask in MASKS),
-        *(candidate(128, 128, mask, larger) for mask in ("plain", "causal")),
+        *(candidate(*dims, mask, spare) for dims, spare in spares for mask in ("plain", "causal")),
+        *(prologue(H, H_v, mask) for H, H_v in dims for mask in ("plain", "segments")),
     ]
 
 

@@ -143,8 +143,20 @@ CALLS = {
 
 @pytest.mark.parametrize("name", ["causal", *(pytest.param(x, marks=pytest.mark.slow) for x in list(CALLS)[1:])])
 def test_values_and_gradients_of_what_is_multiplied(name):
-    """Of the rounded operands, as the oracle has it; the same-precision reference rounds weights to e4m3."""
-    case = CALLS[name]
+    against_oracle(CALLS[name], "xla_fp8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_on_hopper(name):
+    case = dataclasses.replace(CASES[name], dtype="bfloat16")
+    spec = dataclasses.replace(case.spec(), precision="fp8")
+    if reason := api.HOPPER_FP8.why_not(spec, current_device()):
+        pytest.skip(reason)
+    against_oracle(case, "hopper_fp8")
+
+
+def against_oracle(case: Case, implementation: str) -> None:
+    """On the rounded operands; the same-precision reference rounds weights to e4m3."""
     arguments = {key: x for key, x in case.arguments().items() if x is not None}
     spec, facts = case.spec(), facts_of(arguments)
     arrays = [arguments.pop(key) for key in ("query", "key", "value")]
@@ -153,12 +165,14 @@ def test_values_and_gradients_of_what_is_multiplied(name):
     dlse = jnp.asarray(rng.standard_normal(arrays[0].shape[:3]), jnp.float32)
 
     def call(q, k, v):
-        return api.dot_product_attention(q, k, v, **arguments, precision="fp8", return_lse=True)
+        return api.dot_product_attention(
+            q, k, v, **arguments, precision="fp8", implementation=implementation, return_lse=True
+        )
 
     (out, lse), pull = jax.vjp(call, *arrays)
     gradients = pull((dout, dlse))
     hats = fp8.rounded(spec, *arrays, **facts)
-    arguments["scale"] = spec.default_scale
+    arguments.setdefault("scale", spec.default_scale)
     oracle, plain = (attention(*hats, **arguments, dout=dout, dlse=dlse, precision=p) for p in (None, E4M3))
     assert_close(out, oracle.out, plain.out, "out")
     assert_close(lse, oracle.lse, plain.lse, "lse")

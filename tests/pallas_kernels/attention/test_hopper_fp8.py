@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import types
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels.attention import fp8, hopper_fp8, hopper_fp8_config
 from pallas_kernels.attention.cases import Case
@@ -25,7 +27,7 @@ CONFIGS = {
     "2x224": Fp8Config(kv_block=224),
     "2x96_turns_alone": Fp8Config(kv_block=96, turns=True, persistent=False),
     "3x64_stages": Fp8Config(warpgroups=3, kv_block=64, stages=3),
-    "2x128_promote": Fp8Config(kv_block=128, promote=True),
+    "2x128_promote": Fp8Config(kv_block=128, promote=2),
 }
 
 
@@ -78,6 +80,35 @@ def test_interpreted(name):
 
 
 @pytest.mark.slow
+def test_float32_sums_hold_what_short_ones_lose(monkeypatch):
+    """Accumulators of 6 bits, as Hopper's of some 14 are on longer sums: every two blocks their sum is safe."""
+
+    class Short:
+        __array_ufunc__ = None
+
+        def __init__(self, product):
+            self.product = product
+
+        def __radd__(self, sum):
+            fraction, exponent = np.frexp(sum + self.product)
+            return np.ldexp(np.trunc(fraction * 64) / 64, exponent)
+
+    numpy = types.SimpleNamespace(**vars(np) | {"matmul": lambda *args, **options: Short(np.matmul(*args, **options))})
+    monkeypatch.setattr(gpu_callbacks, "np", numpy)
+    spec = case(B=1, T=64, S=1280, N=1, K=1).spec()
+    values = 1 + np.random.default_rng(0).integers(8, size=(1, spec.S, 1, 64)) / 8
+    query, key = (jnp.zeros((1, length, 1, 64), spec.dtype) for length in (spec.T, spec.S))
+    operands = fp8.quantise(spec, query, key, jnp.asarray(values, spec.dtype), block=64)
+    errors = []
+    for promote in (2, 0):
+        config = Fp8Config(kv_block=64, promote=promote)
+        out, _ = run_interpreted(lambda x, c=config: hopper_fp8.attend_operands(spec, x, scale=1.0, config=c), operands)
+        errors.append(np.abs(out[0, :, 0].astype(jnp.float32) / values.mean((0, 1, 2)) - 1).max())
+    # Each of two additions loses at most a 32nd of the sum.
+    assert errors[0] <= 2 / 32 < errors[1]
+
+
+@pytest.mark.slow
 def test_what_is_not_finite_reaches_those_who_see_it():
     """A key or a value with NaN or inf: NaN in all rows that see it, and no change in any other."""
     plain = case(B=3, T=100, S=130, is_causal=True)
@@ -126,7 +157,7 @@ def test_default_configurations_fit():
         reason = hopper_fp8_config.why_not(spec, H200)
         assert (reason is not None) == (S > hopper_fp8_config.UNPROMOTED_KEYS and H_v > 128)
         if reason is None:
-            assert config.kv_block == fp8.kv_block(spec) and config.promote == (H_v <= 128)
+            assert config.kv_block == fp8.kv_block(spec) and (config.promote > 0) == (H_v <= 128)
             assert hopper_fp8_config.fits(spec, config), (H, H_v, config)
             assert hopper_fp8_config.candidates(spec)[0] == config
 
