@@ -32,6 +32,7 @@ from pallas_kernels.mosaic import ROWS
 
 i32, f32 = jnp.int32, jnp.float32
 _WIDTH = 64  # of what a product takes and gives, both ways
+_WARPS = 4  # of a warpgroup
 _SQUARE = (_WIDTH, _WIDTH)
 
 
@@ -98,7 +99,7 @@ def _call(block: int, x: Array, value: Array | None, present: Any) -> tuple[Arra
         "x": mosaic.swizzled((wgs, _WIDTH, H), x.dtype),
         "matrices": mosaic.swizzled(operands["matrices"].shape, x.dtype),
         "x_codes": mosaic.swizzled((wgs, _WIDTH, _WIDTH), fp8.E4M3),
-        "x_scales": plgpu.SMEM((wgs,), f32),
+        "x_scales": plgpu.SMEM((_WARPS * wgs,), f32),
         "x_ready": plgpu.Barrier(num_barriers=wgs),
         "matrices_ready": plgpu.Barrier(),
         "sized": plgpu.Barrier(num_arrivals=wgs),
@@ -116,7 +117,7 @@ def _call(block: int, x: Array, value: Array | None, present: Any) -> tuple[Arra
         smem |= {
             "v": mosaic.swizzled((wgs, _WIDTH, tile.H_v), x.dtype),
             "v_codes": mosaic.swizzled((wgs, _WIDTH // tile.unit, _WIDTH, tile.unit), fp8.E4M3),
-            "v_scales": plgpu.SMEM((wgs,), f32),
+            "v_scales": plgpu.SMEM((_WARPS * wgs,), f32),
             "v_ready": plgpu.Barrier(num_barriers=wgs),
         }
     if present is not True:
@@ -141,6 +142,7 @@ def _call(block: int, x: Array, value: Array | None, present: Any) -> tuple[Arra
                 lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
                 # Every exchange through shared memory in the body is fenced or goes through an mbarrier.
                 unsafe_no_auto_barriers=True,
+                reduction_scratch_bytes=0,
             ),
         )(*operands.values())
     )
@@ -187,11 +189,11 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     for name, (size, exponent) in scales.items():
         # The scale of the largest is the largest scale; that of an array, because Mosaic has no bits of scalars.
         scale = fp8.scale_of(size if mine is None else jnp.where(mine, size, 0.0), exponent)
-        smem[f"{name}_scales"][w] = scale.max(axis=0)
+        mosaic.store_largest(scale, smem[f"{name}_scales"].at[pl.ds(w * _WARPS, _WARPS)])
     plgpu.barrier_arrive(smem["sized"])
     plgpu.barrier_wait(smem["sized"])
     scales = {
-        name: functools.reduce(jnp.maximum, [smem[f"{name}_scales"][i] for i in range(tile.warpgroups)])
+        name: functools.reduce(jnp.maximum, [smem[f"{name}_scales"][i] for i in range(_WARPS * tile.warpgroups)])
         for name in scales
     }
 
@@ -258,10 +260,10 @@ def _look_at_values(v: Any, present: Any) -> tuple[Any, Any]:
     count = v.shape[1] // _WIDTH
     wide = [v.at[:, pl.ds(c * _WIDTH, _WIDTH)] for c in range(count)]
     sizes = [jnp.abs(plgpu.load(part, layout=mosaic.Layout.WGMMA).astype(f32)) for part in wide]
-    bad = _largest([jnp.where(size <= fp8.LARGEST_VALUE, 0.0, 1.0) for size in sizes])
-    hidden = bad if present is None else jnp.where(present > 0, bad, 1.0)
+    bad = _largest([jnp.where(size <= fp8.LARGEST_VALUE, 0, 1) for size in sizes])
+    hidden = bad if present is None else jnp.where(present > 0, bad, 1)
 
-    @pl.when(hidden.max(axis=0) > 0)
+    @pl.when(mosaic.any_nonzero(hidden) > 0)
     def _():
         for part in wide:
             x = plgpu.load(part, layout=mosaic.Layout.WGMMA)
