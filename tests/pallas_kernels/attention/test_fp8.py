@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import accuracy_attention_fp8
 from pallas_kernels.attention import api, fp8
 from pallas_kernels.attention.cases import CASES, Case
-from pallas_kernels.attention.spec import make_spec
+from pallas_kernels.attention.spec import DESCALED_ROWS, make_spec
 from pallas_kernels.device import H200, current_device
 from pallas_kernels.dispatch import Unsupported
 from sharding.mesh import make_mesh
@@ -210,6 +210,68 @@ def test_what_it_refuses(changes, reason):
         api.dot_product_attention(**arguments, precision="fp8", implementation="xla")
 
 
+def codes(**changes: Any) -> dict[str, Any]:
+    """Arguments of a call that gives e4m3 numbers and descales, one a head; `changes` among them."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (2, 70, 4, 40), "key": (2, 150, 2, 40), "value": (2, 150, 2, 72)}
+    arrays = {name: jnp.asarray(50 * rng.standard_normal(shape), E4M3) for name, shape in shapes.items()}
+    scales = (0.01, descale(rng, 2, 2), jnp.float32(0.02))
+    return arrays | {"precision": "fp8", "descales": scales, "is_causal": True} | changes
+
+
+def descale(rng: np.random.Generator, *shape: int) -> Any:
+    return jnp.asarray(rng.uniform(0.01, 0.03, shape), jnp.float32)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_codes_with_descales(by_block):
+    """Against the oracle on what they stand for; one block of values has the descale 0."""
+    rng = np.random.default_rng(1)
+    arguments = codes()
+    if by_block:
+        key, value = descale(rng, 2, 2, 2), descale(rng, 2, 2, 2).at[0, 1, 0].set(0.0)
+        arguments["descales"] = (descale(rng, 2, 4, 2), key, value)
+    out, lse = api.dot_product_attention(**arguments, return_lse=True)
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    wide = {}
+    for name, scale, block in zip(("query", "key", "value"), arguments["descales"], DESCALED_ROWS, strict=True):
+        x, scale = np.asarray(arguments[name].astype(jnp.float32)), np.asarray(scale)
+        if scale.ndim == 3:
+            scale = np.repeat(scale, block, axis=2)[:, :, : x.shape[1]].swapaxes(1, 2)
+        wide[name] = x * (
+            scale if scale.ndim == 0 else scale[..., None] if scale.ndim == 3 else scale[:, None, :, None]
+        )
+    oracle, plain = (attention(**wide, is_causal=True, scale=40**-0.5, precision=p) for p in (None, E4M3))
+    assert_close(out, oracle.out, plain.out, "out")
+    assert_close(lse, oracle.lse, plain.lse, "lse")
+
+
+def test_codes_have_no_derivative():
+    arguments = codes()
+    value = arguments.pop("value")
+    with pytest.raises(Unsupported, match="derivative .* Multiply them into bfloat16"):
+        jax.grad(lambda x: api.dot_product_attention(value=x, **arguments).astype(jnp.float32).sum())(value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"descales": None}, "needs descales and precision='fp8'"),
+        ({"precision": "input"}, "they go with precision='fp8'"),
+        ({"zigzag": 5}, "sequences in their own order"),
+        ({"descales": (1.0, 1.0)}, "must be three"),
+        ({"descales": (1.0, np.ones((2, 3), np.float32), 1.0)}, r"descale of the key of shape=\(2, 3\)"),
+        ({"descales": (1.0, 1.0, np.ones((2, 2, 3), np.float32))}, "one for every 128 rows"),
+        ({"descales": (np.ones(()), 1.0, 1.0)}, "dtype='float64'"),
+        ({"query": jax.ShapeDtypeStruct((2, 70, 4, 40), "bfloat16")}, "must be float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_descales_that_mean_nothing(changes, words):
+    with pytest.raises(ValueError, match=words):
+        make_spec(**codes(**changes))
+
+
 def test_an_unknown_precision_is_told():
     with pytest.raises(ValueError, match="unknown precision='int8'"):
         make_spec(**Case().arguments(), precision="int8")
@@ -243,6 +305,27 @@ def test_vmap_and_a_mesh_change_nothing():
     for one, by_vmap, by_mesh in zip(want, mapped, sharded, strict=True):
         np.testing.assert_array_equal(one, by_vmap[:, 0])
         assert_close(by_mesh, one, one)  # to an ulp: XLA adds in another order
+
+
+@pytest.mark.slow
+def test_codes_over_a_mesh_and_under_vmap():
+    arguments = codes(descales=(jnp.full((2, 4, 2), 0.01), jnp.full((2, 2), 0.02), 0.03))
+    names = ("query", "key", "value")
+    arrays, rest = [arguments[name] for name in names], {n: x for n, x in arguments.items() if n not in names}
+
+    def attend(*arrays, **rest):
+        return api.dot_product_attention(**dict(zip(names, arrays, strict=True)), **rest)
+
+    want = jax.jit(functools.partial(attend, **rest))(*arrays)
+    whole = rest | {"descales": (0.01, jnp.full((1, 2), 0.02), 0.03)}
+    mapped = jax.jit(jax.vmap(functools.partial(attend, **whole)))(*(x[:, None] for x in arrays))
+    np.testing.assert_array_equal(want, mapped[:, 0])
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
+    for axes in (("data",), None, "tensor"), ():
+        split = [jax.device_put(x, NamedSharding(mesh, P(*axes))) for x in arrays]
+        with jax.set_mesh(mesh):
+            np.testing.assert_array_equal(want, jax.jit(functools.partial(attend, **rest))(*split))
+        np.testing.assert_array_equal(want, jax.jit(functools.partial(attend, **rest))(*split))
 
 
 @pytest.mark.slow

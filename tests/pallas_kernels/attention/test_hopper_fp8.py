@@ -13,12 +13,12 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from pallas_kernels.attention import fp8, hopper_fp8, hopper_fp8_config
 from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.hopper_fp8_config import Fp8Config
-from pallas_kernels.attention.spec import AttentionSpec
+from pallas_kernels.attention.spec import AttentionSpec, make_spec
 from pallas_kernels.device import H200, Device
 from tests.mosaic.interpreter import run_interpreted
 from tests.mosaic.lowering import lower_for_cuda
 from tests.oracle import attention
-from tests.pallas_kernels.attention.test_fp8 import E4M3, facts_of
+from tests.pallas_kernels.attention.test_fp8 import E4M3, codes, facts_of
 from tests.pallas_kernels.attention.test_hopper import LOWERED_MASKS, ONE_CORE, case
 from tests.tolerance import assert_close
 
@@ -134,6 +134,15 @@ def lower(mask: str, dims: tuple[int, int], config: Fp8Config | None) -> None:
         config = None
     function, arguments = call(changed, config)
     assert lower_for_cuda(function, *arguments).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.slow
+def test_codes_with_descales_lower():
+    spec = make_spec(**codes())
+    scales = [jnp.ones((spec.B, heads, 1)) for heads in (spec.N, spec.K, spec.K)]
+    arrays = [codes()[name] for name in ("query", "key", "value")]
+    lowered = lower_for_cuda(lambda *x: hopper_fp8.attend_codes(spec, *x, scale=-0.1), *arrays, *scales)
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
 DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 200)]
