@@ -249,7 +249,8 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         new = jnp.maximum(maximum, s.max(axis=1) * factor)
         # A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself.
         reference = jnp.where(new == -jnp.inf, 0.0, new) if kernel.masked else new
-        weights = jnp.exp2(s * factor - broadcast(reference - _WEIGHT_BITS, s.shape))
+        weights = s * factor - broadcast(reference - _WEIGHT_BITS, s.shape)
+        weights = mosaic.exp2(weights, config.polynomials) if config.polynomials else jnp.exp2(weights)
         decay = jnp.exp2(maximum - reference)
         total = total * decay + weights.sum(axis=1)
         return weights, new, total, decay
@@ -370,7 +371,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         plgpu.barrier_arrive(smem["v_free"].at[last])
         o = summed(product[...], since)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        nothing = total == 0.0
+        nothing = maximum == -jnp.inf
         inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))
         lse = jnp.where(nothing, -jnp.inf, (maximum - _WEIGHT_BITS) * math.log(2) + jnp.log(total))
         return o * broadcast(inverse, o.shape), lse
