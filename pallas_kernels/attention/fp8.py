@@ -118,8 +118,9 @@ def scale_of(size: Any, exponent: int) -> Any:
 def scales(
     x: Float[Array, "*b l h"], block: int, recipe: Recipe, exponent: int = EXPONENT
 ) -> Float[Array, "*b blocks"]:
-    """`scale_of` the largest finite entry of each block of rows."""
-    size = jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0).max(-1)
+    """`scale_of` the largest entry of each block's finite rows."""
+    size = jnp.abs(x).max(-1)
+    size = jnp.where(jnp.isfinite(size), size, 0.0)
     size = size.reshape(*size.shape[:-1], -1, block).max(-1)
     if recipe.whole:
         size = jnp.broadcast_to(size.max(-1, keepdims=True), size.shape)
@@ -155,8 +156,8 @@ def quantise(
 
     What lengths and negative segment ids exclude is 0, and moves no scale.
 
-    A key or value that holds NaN or inf (or a value of more than 2^52) becomes a key of NaN, which makes NaN of all
-    that see it and of nothing else, and its value 0.
+    A query or key that holds NaN or inf is NaN throughout. For a value that does, or holds more than 2^52, its key is,
+    which makes NaN of all that see it and of nothing else, and the value is 0.
     """
     H, H_v = head_dims(spec)
     block = block or kv_block(spec)
@@ -168,6 +169,7 @@ def quantise(
     k = rotated(_padded(k, block, H), recipe)
     v = _padded(v, block, H_v).astype(jnp.float32)
     finite = (jnp.abs(v) <= LARGEST_VALUE).all(-1, keepdims=True)
+    q, k = (jnp.where(jnp.isfinite(x).all(-1, keepdims=True), x, jnp.nan) for x in (q, k))
     k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0.0)
     q_scale, k_scale = scales(q, Q_BLOCK, recipe), scales(k, block, recipe)
     v_scale = scales(v, block, recipe, VALUE_EXPONENT)

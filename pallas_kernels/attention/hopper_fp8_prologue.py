@@ -33,6 +33,7 @@ from pallas_kernels.mosaic import ROWS
 i32, f32 = jnp.int32, jnp.float32
 _WIDTH = 64  # of what a product takes and gives, both ways
 _WARPS = 4  # of a warpgroup
+_LARGEST = float(np.finfo(np.float32).max)
 _SQUARE = (_WIDTH, _WIDTH)
 
 
@@ -172,30 +173,33 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
         mine = plgpu.broadcasted_iota(i32, (_WIDTH,), 0, layout=ROWS) < tile.block - w * _WIDTH
     plgpu.barrier_wait(smem["matrices_ready"])
 
-    v_size: Any = None
-    v_bad: Any = None
+    # Of each row, as all that follows: per element there are the maximum, one product and the cast.
+    sizes: dict[str, Any] = {}
     if values:
         plgpu.barrier_wait(smem["v_ready"].at[w])
-        v_size, v_bad = _look_at_values(smem["v"].at[w], present)
+        sizes["v"] = _look_at_values(smem["v"].at[w], present)
     plgpu.barrier_wait(smem["x_ready"].at[w])
     parts = _rotated(tile, x, smem["matrices"])
-    if v_bad is not None:
-        parts = [jnp.where(broadcast(v_bad, _SQUARE) > 0, jnp.nan, part) for part in parts]
-    if present is not None:
-        parts = [jnp.where(broadcast(present, _SQUARE) > 0, part, 0.0) for part in parts]
+    norm = fp8.norm(tile.H)
+    sizes["x"] = _largest(parts) * norm
+    if values:
+        sizes["x"] = jnp.where(sizes["v"] <= fp8.LARGEST_VALUE, sizes["x"], jnp.nan)
 
-    x_size = _largest([jnp.where(jnp.abs(part) < jnp.inf, jnp.abs(part), 0.0) for part in parts])
-    scales = {"x": (x_size, fp8.EXPONENT)} | ({"v": (v_size, fp8.VALUE_EXPONENT)} if values else {})
-    for name, (size, exponent) in scales.items():
+    for name, exponent in (("x", fp8.EXPONENT), ("v", fp8.VALUE_EXPONENT))[: 1 + values]:
+        size = jnp.where(sizes[name] <= (fp8.LARGEST_VALUE if name == "v" else _LARGEST), sizes[name], 0.0)
+        size = size if present is None else jnp.where(present > 0, size, 0.0)
+        size = size if mine is None else jnp.where(mine, size, 0.0)
         # The scale of the largest is the largest scale; that of an array, because Mosaic has no bits of scalars.
-        scale = fp8.scale_of(size if mine is None else jnp.where(mine, size, 0.0), exponent)
+        scale = fp8.scale_of(size, exponent)
         mosaic.store_largest(scale, smem[f"{name}_scales"].at[pl.ds(w * _WARPS, _WARPS)])
     plgpu.barrier_arrive(smem["sized"])
     plgpu.barrier_wait(smem["sized"])
     scales = {
         name: functools.reduce(jnp.maximum, [smem[f"{name}_scales"][i] for i in range(_WARPS * tile.warpgroups)])
-        for name in scales
+        for name in sizes
     }
+    # Exact: scales are powers of two.
+    factor = jnp.where(sizes["x"] <= _LARGEST, norm * (1 / scales["x"]), jnp.nan)
 
     @pl.when(w == 0)
     def _():
@@ -209,7 +213,10 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
 
     def store(c, part):
         staging = smem["x_codes"].at[w]
-        staging[...] = _codes(part, scales["x"])
+        part = part * broadcast(factor, _SQUARE)
+        if present is not None:
+            part = jnp.where(broadcast(present, _SQUARE) > 0, part, 0.0)
+        staging[...] = mosaic.as_operand(part, fp8.E4M3)
         plgpu.commit_smem()
 
         @each_unit
@@ -228,7 +235,7 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
         part = pl.run_scoped(transposed, mosaic.ACC(_SQUARE, f32))
         staging = smem["v_codes"].at[w]
         for u, columns in enumerate(mosaic.columns_of(part, tile.unit)):
-            staging[u] = _codes(columns, scales["v"])
+            staging[u] = mosaic.as_operand(columns * (1 / scales["v"]), fp8.E4M3)
         plgpu.commit_smem()
 
         @each_unit
@@ -251,17 +258,17 @@ def _divided(index: Any, by: int) -> tuple[Any, Any]:
 
 
 def _largest(parts: list[Any]) -> Any:
-    """The largest of each row."""
-    return functools.reduce(jnp.maximum, [part.max(axis=1) for part in parts])
+    """The largest magnitude of each row, NaN if there is one."""
+    return functools.reduce(jnp.maximum, map(jnp.abs, parts)).max(axis=1)
 
 
-def _look_at_values(v: Any, present: Any) -> tuple[Any, Any]:
-    """(largest |v| of each row that counts, 1 for rows that are not finite); other rows are zeros afterwards."""
+def _look_at_values(v: Any, present: Any) -> Any:
+    """The largest |v| of each row. Rows that are not finite, too large or not there are zeros afterwards."""
     count = v.shape[1] // _WIDTH
     wide = [v.at[:, pl.ds(c * _WIDTH, _WIDTH)] for c in range(count)]
-    sizes = [jnp.abs(plgpu.load(part, layout=mosaic.Layout.WGMMA).astype(f32)) for part in wide]
-    bad = _largest([jnp.where(size <= fp8.LARGEST_VALUE, 0, 1) for size in sizes])
-    hidden = bad if present is None else jnp.where(present > 0, bad, 1)
+    size = _largest([plgpu.load(part, layout=mosaic.Layout.WGMMA).astype(f32) for part in wide])
+    hidden = jnp.where(size <= fp8.LARGEST_VALUE, 0, 1)
+    hidden = hidden if present is None else jnp.where(present > 0, hidden, 1)
 
     @pl.when(mosaic.any_nonzero(hidden) > 0)
     def _():
@@ -270,12 +277,11 @@ def _look_at_values(v: Any, present: Any) -> tuple[Any, Any]:
             part[...] = jnp.where(broadcast(hidden, _SQUARE) > 0, jnp.zeros((), x.dtype), x)
         plgpu.commit_smem()
 
-    size = _largest([jnp.where(size <= fp8.LARGEST_VALUE, size, 0.0) for size in sizes])
-    return jnp.where(hidden > 0, 0.0, size), bad
+    return size
 
 
 def _rotated(tile: _Tile, x: Any, matrices: Any) -> list[Any]:
-    """R x, 64 dims at a time, in float32."""
+    """R x but for `fp8.norm`, 64 dims at a time, in float32."""
     count = tile.H // _WIDTH
 
     def products(*accumulators):
@@ -289,10 +295,4 @@ def _rotated(tile: _Tile, x: Any, matrices: Any) -> list[Any]:
     while step * _WIDTH < tile.H & -tile.H:
         parts = [parts[c - step] - part if c & step else part + parts[c + step] for c, part in enumerate(parts)]
         step *= 2
-    return [part * fp8.norm(tile.H) for part in parts]
-
-
-def _codes(part: Any, scale: Any) -> Any:
-    """In e4m3, NaN for what is not finite; and see `mosaic.as_operand` for the order."""
-    part = jnp.where(jnp.abs(part) < jnp.inf, part * (1 / scale), jnp.nan)
-    return mosaic.as_operand(part, fp8.E4M3)
+    return parts
