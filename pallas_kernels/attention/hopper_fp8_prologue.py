@@ -103,7 +103,7 @@ def _call(block: int, x: Array, value: Array | None, present: Any) -> tuple[Arra
         "x_scales": plgpu.SMEM((_WARPS * wgs,), f32),
         "x_ready": plgpu.Barrier(num_barriers=wgs),
         "matrices_ready": plgpu.Barrier(),
-        "sized": plgpu.Barrier(num_arrivals=wgs),
+        "x_sized": plgpu.Barrier(num_arrivals=wgs),
     }
     if value is None:
         out = {"x_codes": jax.ShapeDtypeStruct(x.shape, fp8.E4M3), "x_scale": scales}
@@ -119,6 +119,7 @@ def _call(block: int, x: Array, value: Array | None, present: Any) -> tuple[Arra
             "v": mosaic.swizzled((wgs, _WIDTH, tile.H_v), x.dtype),
             "v_codes": mosaic.swizzled((wgs, _WIDTH // tile.unit, _WIDTH, tile.unit), fp8.E4M3),
             "v_scales": plgpu.SMEM((_WARPS * wgs,), f32),
+            "v_sized": plgpu.Barrier(num_arrivals=wgs),
             "v_ready": plgpu.Barrier(num_barriers=wgs),
         }
     if present is not True:
@@ -153,13 +154,15 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     w = lax.axis_index("warpgroup")
     rest, head = _divided(lax.axis_index("cta"), tile.heads)  # heads side by side: they share pages of memory
     batch, block = _divided(rest, tile.blocks)
-    first = block * tile.block
-    rows = pl.ds(first + w * _WIDTH, _WIDTH)
-    values = tile.H_v > 0
-    x = smem["x"].at[w]
-    plgpu.copy_gmem_to_smem(gmem["x"].at[batch, rows, head], x, smem["x_ready"].at[w])
-    if values:
-        plgpu.copy_gmem_to_smem(gmem["v"].at[batch, rows, head], smem["v"].at[w], smem["v_ready"].at[w])
+    first = block * tile.block + w * _WIDTH
+    rows = pl.ds(first, _WIDTH)
+
+    def load(name):
+        plgpu.copy_gmem_to_smem(gmem[name].at[batch, rows, head], smem[name].at[w], smem[f"{name}_ready"].at[w])
+
+    if tile.H_v:
+        load("v")
+    load("x")
 
     @pl.when(w == 0)
     def _():
@@ -173,83 +176,68 @@ def _body(tile: _Tile, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
         mine = plgpu.broadcasted_iota(i32, (_WIDTH,), 0, layout=ROWS) < tile.block - w * _WIDTH
     plgpu.barrier_wait(smem["matrices_ready"])
 
-    # Of each row, as all that follows: per element there are the maximum, one product and the cast.
-    sizes: dict[str, Any] = {}
-    if values:
-        plgpu.barrier_wait(smem["v_ready"].at[w])
-        sizes["v"] = _look_at_values(smem["v"].at[w], present)
-    plgpu.barrier_wait(smem["x_ready"].at[w])
-    parts = _rotated(tile, x, smem["matrices"])
-    norm = fp8.norm(tile.H)
-    sizes["x"] = _largest(parts) * norm
-    if values:
-        sizes["x"] = jnp.where(sizes["v"] <= fp8.LARGEST_VALUE, sizes["x"], jnp.nan)
-
-    for name, exponent in (("x", fp8.EXPONENT), ("v", fp8.VALUE_EXPONENT))[: 1 + values]:
-        size = jnp.where(sizes[name] <= (fp8.LARGEST_VALUE if name == "v" else _LARGEST), sizes[name], 0.0)
+    def scale_of(name, size, largest, exponent):
+        """The block's scale, from the largest magnitude of each row; rows with more than `largest`, or NaN, are out."""
+        size = jnp.where(size <= largest, size, 0.0)
         size = size if present is None else jnp.where(present > 0, size, 0.0)
         size = size if mine is None else jnp.where(mine, size, 0.0)
+        cells = smem[f"{name}_scales"]
         # The scale of the largest is the largest scale; that of an array, because Mosaic has no bits of scalars.
-        scale = fp8.scale_of(size, exponent)
-        mosaic.store_largest(scale, smem[f"{name}_scales"].at[pl.ds(w * _WARPS, _WARPS)])
-    plgpu.barrier_arrive(smem["sized"])
-    plgpu.barrier_wait(smem["sized"])
-    scales = {
-        name: functools.reduce(jnp.maximum, [smem[f"{name}_scales"][i] for i in range(_WARPS * tile.warpgroups)])
-        for name in sizes
-    }
-    # Exact: scales are powers of two.
-    factor = jnp.where(sizes["x"] <= _LARGEST, norm * (1 / scales["x"]), jnp.nan)
+        mosaic.store_largest(fp8.scale_of(size, exponent), cells.at[pl.ds(w * _WARPS, _WARPS)])
+        plgpu.barrier_arrive(smem[f"{name}_sized"])
+        plgpu.barrier_wait(smem[f"{name}_sized"])
+        scale = functools.reduce(jnp.maximum, [cells[i] for i in range(_WARPS * tile.warpgroups)])
 
-    @pl.when(w == 0)
-    def _():
-        for name, scale in scales.items():
+        @pl.when(w == 0)
+        def _():
             gmem[f"{name}_scale"][batch, head, block] = scale
 
-    def each_unit(store):
-        for u in range(_WIDTH // tile.unit):
-            inside = w * _WIDTH + u * tile.unit < tile.block
-            pl.when(True if mine is None else inside)(functools.partial(store, u))
+        return scale
 
-    def store(c, part):
-        staging = smem["x_codes"].at[w]
-        part = part * broadcast(factor, _SQUARE)
+    def send(source, target):
+        """Rows of the block, `unit` at a time, by functions of which of these."""
+        plgpu.commit_smem()
+        for u in range(_WIDTH // tile.unit):
+            inside = True if mine is None else w * _WIDTH + u * tile.unit < tile.block
+            pl.when(inside)(functools.partial(plgpu.copy_smem_to_gmem, source(u), target(u)))
+
+    def rows_of(u):
+        return pl.ds(first + u * tile.unit, tile.unit)
+
+    v_size: Any = None
+    if tile.H_v:
+        plgpu.barrier_wait(smem["v_ready"].at[w])
+        v_size = _look_at_values(smem["v"].at[w], present)
+        scale = scale_of("v", v_size, fp8.LARGEST_VALUE, fp8.VALUE_EXPONENT)
+        staging = smem["v_codes"].at[w]
+        for c in range(0, tile.H_v, _WIDTH):
+            part = _transposed(smem["v"].at[w, :, pl.ds(c, _WIDTH)], smem["matrices"].at[tile.H // _WIDTH])
+            if c > 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for u, columns in enumerate(mosaic.columns_of(part, tile.unit)):
+                staging[u] = mosaic.as_operand(columns * (1 / scale), fp8.E4M3)
+            target = gmem["v_codes"].at[batch, head, pl.ds(c, _WIDTH)]
+            send(lambda u: staging.at[u], lambda u, target=target: target.at[:, rows_of(u)])
+
+    plgpu.barrier_wait(smem["x_ready"].at[w])
+    parts = _rotated(tile, smem["x"].at[w], smem["matrices"])
+    norm = fp8.norm(tile.H)
+    size = _largest(parts) * norm
+    if tile.H_v:
+        size = jnp.where(v_size <= fp8.LARGEST_VALUE, size, jnp.nan)
+    # Exact: scales are powers of two.
+    factor = norm * (1 / scale_of("x", size, _LARGEST, fp8.EXPONENT))
+    factor = broadcast(jnp.where(size <= _LARGEST, factor, jnp.nan), _SQUARE)
+    staging = smem["x_codes"].at[w]
+    for c, part in enumerate(parts):
+        if c > 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        part = part * factor
         if present is not None:
             part = jnp.where(broadcast(present, _SQUARE) > 0, part, 0.0)
         staging[...] = mosaic.as_operand(part, fp8.E4M3)
-        plgpu.commit_smem()
-
-        @each_unit
-        def _(u):
-            to = pl.ds(first + w * _WIDTH + u * tile.unit, tile.unit)
-            target = gmem["x_codes"].at[batch, to, head, pl.ds(c * _WIDTH, _WIDTH)]
-            plgpu.copy_smem_to_gmem(staging.at[pl.ds(u * tile.unit, tile.unit)], target)
-
-    def store_values(c):
-        dims = pl.ds(c * _WIDTH, _WIDTH)
-
-        def transposed(acc):
-            plgpu.wgmma(acc, smem["v"].at[w, :, dims].T, smem["matrices"].at[tile.H // _WIDTH])
-            return acc[...]
-
-        part = pl.run_scoped(transposed, mosaic.ACC(_SQUARE, f32))
-        staging = smem["v_codes"].at[w]
-        for u, columns in enumerate(mosaic.columns_of(part, tile.unit)):
-            staging[u] = mosaic.as_operand(columns * (1 / scales["v"]), fp8.E4M3)
-        plgpu.commit_smem()
-
-        @each_unit
-        def _(u):
-            keys = pl.ds(first + w * _WIDTH + u * tile.unit, tile.unit)
-            plgpu.copy_smem_to_gmem(staging.at[u], gmem["v_codes"].at[batch, head, dims, keys])
-
-    for c in range(max(tile.H, tile.H_v) // _WIDTH):
-        if c > 0:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if c < len(parts):
-            store(c, parts[c])
-        if values and c * _WIDTH < tile.H_v:
-            store_values(c)
+        target = gmem["x_codes"].at[batch, :, head, pl.ds(c * _WIDTH, _WIDTH)]
+        send(lambda u: staging.at[pl.ds(u * tile.unit, tile.unit)], lambda u, target=target: target.at[rows_of(u)])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -278,6 +266,16 @@ def _look_at_values(v: Any, present: Any) -> Any:
         plgpu.commit_smem()
 
     return size
+
+
+def _transposed(v: Any, identity: Any) -> Any:
+    """v' in float32, by a product with what is 1 and 0."""
+
+    def product(acc):
+        plgpu.wgmma(acc, v.T, identity)
+        return acc[...]
+
+    return pl.run_scoped(product, mosaic.ACC(_SQUARE, f32))
 
 
 def _rotated(tile: _Tile, x: Any, matrices: Any) -> list[Any]:
