@@ -120,58 +120,6 @@ def as_operand(x: Any, dtype: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=operand)(emit)(x)
 
 
-# 2^f for |f| <= 1/2 to 7.5e-5 of itself, by rising powers of f.
-_EXP2 = (0.99992807, 0.69326099, 0.24261112, 0.05517167)
-_MAGIC = 1.5 * 2.0**23  # added to a float32, and taken away again, it rounds to a whole number
-
-
-def exp2_by_polynomial(x: Any) -> Any:
-    """2^x to 7.5e-5 of itself for float32 x <= 100; at least 2^-126. What `exp2` does without the special units."""
-    x = jnp.maximum(x, -126.0)
-    shifted = x + _MAGIC
-    fraction = x - (shifted - _MAGIC)
-    power = jnp.full_like(x, _EXP2[-1])
-    for factor in _EXP2[-2::-1]:
-        power = power * fraction + factor
-    bits = jax.lax.bitcast_convert_type(power, jnp.int32) + (jax.lax.bitcast_convert_type(shifted, jnp.int32) << 23)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def exp2(x: Any, every: int) -> Any:
-    """2^x of x (64, c), float32 in WGMMA layout; of every so many groups of 8 columns one by `exp2_by_polynomial`.
-
-    The special function units give 16 powers a clock and SM, half of what 8-bit products of head dim 64 ask for.
-    """
-    ex2 = "ex2.approx.ftz.f32 $0, $1;"
-    magic, lowest = (f"0f{np.float32(value).view(np.uint32):08X}" for value in (_MAGIC, -126.0))
-    factors = [f"0f{np.float32(value).view(np.uint32):08X}" for value in _EXP2]
-    polynomial = (
-        f"{{ .reg .f32 x, s, f, p; .reg .b32 i, j; max.NaN.f32 x, $1, {lowest}; add.rn.f32 s, x, {magic}; "
-        f"sub.rn.f32 f, s, {magic}; sub.rn.f32 f, x, f; mov.f32 p, {factors[-1]}; "
-        + " ".join(f"fma.rn.f32 p, p, f, {factor};" for factor in factors[-2::-1])
-        + " mov.b32 i, s; shl.b32 i, i, 23; mov.b32 j, p; add.s32 j, j, i; mov.b32 $0, j; }"
-    )
-
-    def emit(_, x):
-        f32 = ir.F32Type.get()
-        out = np.empty_like(x.registers)
-        for index in np.ndindex(x.registers.shape):
-            register, text = x.registers[index], ex2 if index[1] % every else polynomial
-            for k in range(2):
-                at = mgpu.c(k, ir.IntegerType.get_signless(32))
-                power = llvm.inline_asm(f32, [llvm.extractelement(register, at)], text, "=f,f")
-                register = llvm.insertelement(register, power, at)
-            out[index] = register
-        return type(x)(_registers=out, _layout=x.layout, _is_signed=None)
-
-    def interpret(x):
-        return jnp.where(jnp.arange(x.shape[1]) // 8 % every == 0, exp2_by_polynomial(x), jnp.exp2(x))
-
-    emit.interpret = interpret
-    power = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=power)(emit)(x)
-
-
 def columns_of(x: Any, width: int) -> list[Any]:
     """x (64, n * width) in WGMMA layout as n arrays of `width` columns, which are registers of it."""
     count = x.shape[1] // width

@@ -7,7 +7,7 @@ operand without a shuffle (`mosaic.as_operand`); values lie in the order of toke
     S = Q8 K8'                        product in e4m3, float32 sums
     P = exp2(c S - m + 8)             c = scale log2(e) s_q s_k, of 64 queries and the block of keys
     O = O decay s_v'/s_v + e4m3(P) V8 s_v' of the block before: O is in units of its last block's scale
-    out = O s_v / sum P               LSE = ln 2 (m - 8) + ln sum P, of the P before the cast
+    out = O s_v / sum P               LSE = ln 2 m + ln(sum P / 256), of the P before the cast
 
 Source: arXiv 2407.08608, section 3.3.
 """
@@ -21,6 +21,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -238,6 +239,10 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     def scale_of(name, n):
         return gmem[name][tile.batch, kv_head, tile.stop - 1 - n]
 
+    def factor_of(n):
+        """Of the logits; above 0, which hidden ones must not be multiplied by, though queries and keys may be zeros."""
+        return jnp.maximum(q_scale * scale_of("key_scale", n), float(np.finfo(np.float32).tiny))
+
     def softmax(s, maximum, total, n, factor):
         """(weights in 8 bits, maximum, total, decay); maxima are of logits in base 2, weights 256 times as large."""
         if not spec.segments:  # whose ids lie beside the keys
@@ -249,8 +254,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         new = jnp.maximum(maximum, s.max(axis=1) * factor)
         # A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself.
         reference = jnp.where(new == -jnp.inf, 0.0, new) if kernel.masked else new
-        weights = s * factor - broadcast(reference - _WEIGHT_BITS, s.shape)
-        weights = mosaic.exp2(weights, config.polynomials) if config.polynomials else jnp.exp2(weights)
+        weights = jnp.exp2(s * factor - broadcast(reference - _WEIGHT_BITS, s.shape))
         decay = jnp.exp2(maximum - reference)
         total = total * decay + weights.sum(axis=1)
         return weights, new, total, decay
@@ -268,13 +272,21 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     # What blocks before the last few summed up to, in float32; each thread reads just what it wrote.
     sums: Any = smem["sums"].at[pl.ds(w * 64, 64)] if config.promote else None
 
-    zeros = functools.partial(jnp.zeros, (64, H_v), f32)
+    def summed(o, since):
+        """o with those sums, which are to be multiplied by `since`."""
+        if sums is None:
+            return o
+        return plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, o.shape) + o
+
+    def zeros():
+        return plgpu.layout_cast(jnp.zeros((64, H_v), f32), plgpu.Layout.WGMMA)
 
     def with_output(product):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
         total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
+        since = plgpu.layout_cast(jnp.ones((64,), f32), ROWS)
         if sums is not None:
-            sums[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
+            sums[...] = zeros()
 
         skipped = seen.skipped_blocks(steps)
         if skipped is not None:
@@ -293,7 +305,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
             return s_acc[...]
 
         s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
-        weights, maximum, total = softmax(s, maximum, total, first, q_scale * scale_of("key_scale", first))[:3]
+        weights, maximum, total = softmax(s, maximum, total, first, factor_of(first))[:3]
         weights = mosaic.as_operand(weights, fp8.E4M3)
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
@@ -308,10 +320,10 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
-            weights, maximum, total = carry
+            weights, maximum, total, since = carry
             here, there = slot(n), slot(n + 1)
             # Read here, long before they are needed.
-            factor = q_scale * scale_of("key_scale", n + 1)
+            factor = factor_of(n + 1)
             unit = scale_of("value_scale", n) / scale_of("value_scale", n + 1)
 
             def with_scores(s_acc):
@@ -327,30 +339,28 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 plgpu.barrier_arrive(smem["v_free"].at[here])
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.
                 new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
-                o = product[...]
-                product[...] = o * broadcast(decay * unit, o.shape)
-                return new_weights, new_maximum, new_total
+                decay = decay * unit
+                product[...], new_since = moved(n, product[...], since, decay)
+                return new_weights, new_maximum, new_total, new_since
 
             return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
 
-        def group(g, carry):
-            """Some blocks, whose product then goes over to the sums; these lag behind by what the group saw."""
-            start = first + g * config.promote
-            stop = jnp.minimum(start + config.promote, steps - 1)
-            weights, maximum, total = lax.fori_loop(start, stop, step, carry)
-            then = carry[1]
-            reference = jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked else maximum
-            since = jnp.exp2(then - reference) * (scale_of("value_scale", start) / scale_of("value_scale", stop))
-            sums[...] = plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, (64, H_v)) + product[...]
-            product[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
-            return weights, maximum, total
+        def moved(n, o, since, decay):
+            """(what the next block is added to, since) after block n; every few blocks o goes over to the sums."""
 
-        carry = weights, maximum, total
-        if sums is None:
-            weights, maximum, total = lax.fori_loop(first, steps - 1, step, carry)
-        else:
-            groups = lax.div(steps - 1 - first + (config.promote - 1), i32(config.promote))
-            weights, maximum, total = lax.fori_loop(0, groups, group, carry)
+            def kept(o):
+                return o * broadcast(decay, o.shape), since * decay
+
+            def handed_over(o):
+                sums[...] = summed(o, since)
+                return zeros(), decay
+
+            if sums is None:
+                return kept(o)
+            due = lax.rem(n, i32(config.promote)) == config.promote - 1
+            return lax.cond(due, handed_over, kept, o)
+
+        weights, maximum, total, since = lax.fori_loop(first, steps - 1, step, (weights, maximum, total, since))
         if config.turns:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
         plgpu.barrier_arrive(smem["q_free"])
@@ -361,13 +371,11 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         plgpu.wgmma(product, weights, smem["v"].at[last].T)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["v_free"].at[last])
-        o = product[...]
-        if sums is not None:
-            o += plgpu.load(sums, layout=plgpu.Layout.WGMMA)
+        o = summed(product[...], since)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         nothing = maximum == -jnp.inf
         inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))
-        lse = jnp.where(nothing, -jnp.inf, (maximum - _WEIGHT_BITS) * math.log(2) + jnp.log(total))
+        lse = jnp.where(nothing, -jnp.inf, maximum * math.log(2) + jnp.log(total * (1 / fp8.WEIGHT_SCALE)))
         return o * broadcast(inverse, o.shape), lse
 
     o, lse = pl.run_scoped(with_output, mosaic.ACC((64, H_v), f32))

@@ -25,7 +25,6 @@ class Fp8Config:
 
     `promote`: after so many blocks what the tensor cores have summed up, of which they keep some 14 bits, is added to
     float32 sums in shared memory; 0: never (arXiv 2407.08608 does not; DeepSeek-V3, arXiv 2412.19437, 3.3.2, does).
-    `polynomials`: of so many powers of two one is a polynomial, for the special function units are short; 0: none.
     """
 
     warpgroups: int = 2
@@ -34,7 +33,6 @@ class Fp8Config:
     turns: bool = False
     persistent: bool = True
     promote: int = 0
-    polynomials: int = 0
     l2_mib: int = 16
 
     def __post_init__(self):
@@ -60,7 +58,6 @@ class Fp8Config:
         words = [f"{self.q_block} queries x {self.kv_block} keys", f"{self.warpgroups} warpgroups"]
         words += ["in turns"] * self.turns + [f"{self.stages} stages"] + ["persistent"] * self.persistent
         words += [f"sums in float32 every {self.promote} blocks"] * (self.promote > 0)
-        words += [f"1 of {self.polynomials} powers a polynomial"] * (self.polynomials > 0)
         return ", ".join([*words, f"{self.l2_mib} MiB of heads side by side"])
 
 
