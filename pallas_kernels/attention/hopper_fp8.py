@@ -272,21 +272,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     # What blocks before the last few summed up to, in float32; each thread reads just what it wrote.
     sums: Any = smem["sums"].at[pl.ds(w * 64, 64)] if config.promote else None
 
-    def summed(o, since):
-        """o with those sums, which are to be multiplied by `since`."""
-        if sums is None:
-            return o
-        return plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, o.shape) + o
-
-    def zeros():
-        return plgpu.layout_cast(jnp.zeros((64, H_v), f32), plgpu.Layout.WGMMA)
+    zeros = functools.partial(jnp.zeros, (64, H_v), f32)
 
     def with_output(product):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
         total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
-        since = plgpu.layout_cast(jnp.ones((64,), f32), ROWS)
         if sums is not None:
-            sums[...] = zeros()
+            sums[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
 
         skipped = seen.skipped_blocks(steps)
         if skipped is not None:
@@ -320,7 +312,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
-            weights, maximum, total, since = carry
+            weights, maximum, total = carry
             here, there = slot(n), slot(n + 1)
             # Read here, long before they are needed.
             factor = factor_of(n + 1)
@@ -339,28 +331,30 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 plgpu.barrier_arrive(smem["v_free"].at[here])
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.
                 new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
-                decay = decay * unit
-                product[...], new_since = moved(n, product[...], since, decay)
-                return new_weights, new_maximum, new_total, new_since
+                o = product[...]
+                product[...] = o * broadcast(decay * unit, o.shape)
+                return new_weights, new_maximum, new_total
 
             return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
 
-        def moved(n, o, since, decay):
-            """(what the next block is added to, since) after block n; every few blocks o goes over to the sums."""
+        def group(g, carry):
+            """Some blocks, whose product then goes over to the sums; these lag behind by what the group saw."""
+            start = first + g * config.promote
+            stop = jnp.minimum(start + config.promote, steps - 1)
+            weights, maximum, total = lax.fori_loop(start, stop, step, carry)
+            then = carry[1]
+            reference = jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked else maximum
+            since = jnp.exp2(then - reference) * (scale_of("value_scale", start) / scale_of("value_scale", stop))
+            sums[...] = plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, (64, H_v)) + product[...]
+            product[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
+            return weights, maximum, total
 
-            def kept(o):
-                return o * broadcast(decay, o.shape), since * decay
-
-            def handed_over(o):
-                sums[...] = summed(o, since)
-                return zeros(), decay
-
-            if sums is None:
-                return kept(o)
-            due = lax.rem(n, i32(config.promote)) == config.promote - 1
-            return lax.cond(due, handed_over, kept, o)
-
-        weights, maximum, total, since = lax.fori_loop(first, steps - 1, step, (weights, maximum, total, since))
+        carry = weights, maximum, total
+        if sums is None:
+            weights, maximum, total = lax.fori_loop(first, steps - 1, step, carry)
+        else:
+            groups = lax.div(steps - 1 - first + (config.promote - 1), i32(config.promote))
+            weights, maximum, total = lax.fori_loop(0, groups, group, carry)
         if config.turns:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
         plgpu.barrier_arrive(smem["q_free"])
@@ -371,7 +365,9 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         plgpu.wgmma(product, weights, smem["v"].at[last].T)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["v_free"].at[last])
-        o = summed(product[...], since)
+        o = product[...]
+        if sums is not None:
+            o += plgpu.load(sums, layout=plgpu.Layout.WGMMA)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         nothing = maximum == -jnp.inf
         inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))

@@ -191,7 +191,7 @@ def against_oracle(case: Case, implementation: str) -> None:
     hats = fp8.rounded(spec, *arrays, **facts)
     arguments.setdefault("scale", spec.default_scale)
     lost = lost_by_tensor_cores(*hats[:2]) * arguments["scale"] if implementation == "hopper_fp8" else None
-    cotangents = {"dout": dout, "dlse": dlse}
+    cotangents: dict[str, Any] = {"dout": dout, "dlse": dlse}
     oracle = attention(*hats, **arguments, **cotangents)
     plain = attention(*hats, **arguments, **cotangents, bias=lost, precision=E4M3)
     assert_close(out, oracle.out, plain.out, "out")
