@@ -3,6 +3,7 @@
 Each inline function carries `interpret`, the same thing in words that tests/mosaic/interpreter.py can run on a CPU.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,16 +147,52 @@ def any_not_finite(tile: Any) -> Any:
         for register in tile.registers.flat:
             word = mgpu.bitcast(register, i32)
             seen = arith.ori(seen, arith.addi(arith.andi(word, mgpu.c(exponent, i32)), mgpu.c(lowest, i32)))
-        seen = arith.andi(seen, mgpu.c(0x80008000, i32))
-        # Mosaic's own barrier of the warpgroup, which these 128 threads use in program order.
-        barrier = arith.addi(mgpu.warpgroup_idx(sync=False), mgpu.c(1, i32))
-        text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"
-        seen = llvm.inline_asm(i32, [seen, barrier], text, "=r,r,r", has_side_effects=True)
-        return FragmentedArray.splat(seen, (), is_signed=True)
+        return _any_of_warpgroup(arith.andi(seen, mgpu.c(0x80008000, i32)))
 
     emit.interpret = lambda tile: (~jnp.isfinite(tile.astype(jnp.float32)).all()).astype(jnp.int32)
     shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT)
     return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=shape)(emit)(tile)
+
+
+def any_nonzero(rows: Any) -> Any:
+    """Whether any of int32 `rows`, in ROWS layout, is not 0; int32, one value for the warpgroup."""
+
+    def emit(_: Any, rows: Any) -> Any:
+        return _any_of_warpgroup(functools.reduce(arith.ori, map(_scalar, rows.registers.flat)))
+
+    emit.interpret = lambda rows: (rows != 0).any().astype(jnp.int32)
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=shape)(emit)(rows)
+
+
+def _any_of_warpgroup(seen: ir.Value) -> FragmentedArray:
+    i32 = ir.IntegerType.get_signless(32)
+    # Mosaic's own barrier of the warpgroup, which these 128 threads use in program order.
+    barrier = arith.addi(mgpu.warpgroup_idx(sync=False), mgpu.c(1, i32))
+    text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; barrier.cta.red.or.pred q, $2, 128, p; selp.s32 $0, 1, 0, q; }"
+    seen = llvm.inline_asm(i32, [seen, barrier], text, "=r,r,r", has_side_effects=True)
+    return FragmentedArray.splat(seen, (), is_signed=True)
+
+
+def store_largest(rows: Any, cells: Any) -> None:
+    """The largest of each warp's 16 float32 `rows`, in ROWS layout and not below 0, into `cells` (4,), shared memory.
+
+    Mosaic's own maximum over rows goes through scratch memory that all warpgroups share, with a barrier of one.
+    """
+
+    def emit(_: Any, rows: Any, cells: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        # Such numbers are ordered as their bits are.
+        first, second = (mgpu.bitcast(_scalar(register), i32) for register in rows.registers.flat)
+        text = (
+            "{ .reg .b32 m, a; max.s32 m, $0, $1; redux.sync.max.s32 m, m, 0xffffffff; mov.u32 a, %tid.x; "
+            "and.b32 a, a, 127; shr.b32 a, a, 5; mad.lo.s32 a, a, 4, $2; st.shared.b32 [a], m; }"
+        )
+        operands = [first, second, llvm.ptrtoint(i32, mgpu.memref_ptr(cells))]
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r,~{memory}", has_side_effects=True)
+
+    emit.interpret_refs = lambda rows, cells: (None, {1: rows.reshape(4, 16).max(1)})
+    plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))(emit)(rows, cells)
 
 
 def zero_not_finite(tile: Any, flag: Any) -> None:

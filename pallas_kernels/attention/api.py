@@ -1,6 +1,7 @@
 """The public attention call: checks, chooses an implementation, and gives every one of them the same semantics."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +20,11 @@ from pallas_kernels.attention import (
     hopper_config,
     hopper_fp8,
     hopper_fp8_config,
+    hopper_fp8_prologue,
     reference,
     reference_fp8,
 )
-from pallas_kernels.attention.derivative import differentiable
+from pallas_kernels.attention.derivative import differentiable, without_derivative
 from pallas_kernels.attention.spec import (
     AttentionSpec,
     CausalAlignment,
@@ -78,13 +80,32 @@ def _describe_fp8(spec: AttentionSpec, device: Device) -> str:
     return f"forward: {hopper_fp8_config.default(spec)}; {backward}"
 
 
+def _of_arrays_or_codes(arrays: Callable[..., Any], codes: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of 16-bit arrays, and of e4m3 numbers where there are descales."""
+    codes = without_derivative(codes)
+
+    def forward(spec: AttentionSpec, query: Any, key: Any, value: Any, *, descales: Any = None, **operands: Any) -> Any:
+        if descales is None:
+            return arrays(spec, query, key, value, **operands)
+        return codes(spec, query, key, value, *descales, **operands)
+
+    return forward
+
+
+def _hopper_codes(spec: AttentionSpec, *arrays: Any, **operands: Any) -> tuple[Any, Any]:
+    return hopper_fp8.attend_codes(spec, *arrays, device=current_device(), **operands)
+
+
 HOPPER_FP8 = Implementation(
     name="hopper_fp8",
     why_not=hopper_fp8_config.why_not,
-    forward=differentiable(
-        context.over(_hopper_fp8),
-        context.backward_over(fp8.through_rounding(_hopper_backward)),
-        exact=_exact_fp8,
+    forward=_of_arrays_or_codes(
+        differentiable(
+            context.over(_hopper_fp8),
+            context.backward_over(fp8.through_rounding(_hopper_backward, hopper_fp8_prologue.quantise)),
+            exact=_exact_fp8,
+        ),
+        _hopper_codes,
     ),
     describe=_describe_fp8,
 )
@@ -92,10 +113,13 @@ HOPPER_FP8 = Implementation(
 XLA_FP8 = Implementation(
     name="xla_fp8",
     why_not=reference_fp8.why_not,
-    forward=differentiable(
-        context.over(reference_fp8.attend),
-        context.backward_over(fp8.through_rounding(context.by_vjp(reference.XLA_CHUNKED.forward))),
-        exact=_exact_fp8,
+    forward=_of_arrays_or_codes(
+        differentiable(
+            context.over(reference_fp8.attend),
+            context.backward_over(fp8.through_rounding(context.by_vjp(reference.XLA_CHUNKED.forward))),
+            exact=_exact_fp8,
+        ),
+        reference_fp8.attend_codes,
     ),
 )
 
@@ -159,6 +183,7 @@ def dot_product_attention(
     zigzag: int = 1,
     context_parallel: ContextParallel = "ring",
     precision: Precision = "input",
+    descales: Sequence[ArrayLike] | None = None,
 ) -> Any:
     """Scaled dot-product attention: a drop-in for `jax.nn.dot_product_attention`.
 
@@ -191,14 +216,18 @@ def dot_product_attention(
         not divide, and calls with a bias, a mask or an array for a scale, are whole on every device instead.
       precision: "fp8": queries, keys, values and weights are rounded to e4m3 for the products, about 4 % of rms error
         on normal inputs; softmax, sums and LSE stay float32. Queries and keys are rotated by a fixed random orthogonal
-        transform of the head dim. 64 queries and 128 keys share a scale, so that a hidden token moves the rounding of
-        those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the rounded
-        operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a scale.
-        On an H200 it pays at head dim 256 only, where the kernel is 1.65 times as fast as that of 16 bits: preparing
-        the operands takes 0.5 ms a call of 16,384 tokens and 2048 columns, at head dim 128 more than it saves. But
-        at value head dims above 128 sums are the tensor cores' own and lose up to a third where thousands of keys weigh
-        alike and values have one sign; up to 128 they are float32.
+        transform of the head dim. 64 queries and up to 224 keys share a scale, so that a hidden token moves the
+        rounding of those in its block, unless lengths or a negative segment id exclude it. Gradients are those of the
+        rounded operands, straight through the rounding, in 16-bit products. Takes no float64, bias, mask or array for a
+        scale.
+        On an H200 and long sequences a call is 1.5 times as fast as in 16 bits at head dim 256 and 1.1 to 1.2 times at
+        128; at 64 it is not faster. But at value head dims above 128 sums are the tensor cores' own and lose up to a
+        quarter where thousands of keys weigh alike and values have one sign; up to 128 they go over to float32 every
+        1792 keys, and lose 3 % then.
         "input": products of the inputs' dtype; fp8 is used only where it is asked for.
+      descales: with precision="fp8", (query's, key's, value's): the three arrays are float8_e4m3fn, and stand for
+        themselves times these float32 numbers >= 0, each either one number, (B, heads), or (B, heads, blocks), blocks
+        of 64 queries, 128 keys and 128 values. Nothing is rotated. Results are bfloat16, without derivative.
 
     Returns:
       out (B, T, N, H_v) in the query's dtype; with `return_residual` or `return_lse` a pair (out, (B, T, N)). A 3-D
@@ -245,6 +274,7 @@ def dot_product_attention(
         zigzag=zigzag,
         context_parallel=context_parallel,
         precision=precision,
+        descales=descales,
     )
     spec = dataclasses.replace(spec, context=context.ways(spec))
     chosen = dispatch.choose(IMPLEMENTATIONS, spec, current_device(), implementation)
@@ -264,12 +294,22 @@ def dot_product_attention(
             kv_lengths=kv_lengths,
             query_segments=query_segments,
             kv_segments=kv_segments,
+            **({} if descales is None else {"descales": _descales(spec, descales)}),
         )
     out = out.reshape(*q.shape[:-1], spec.H_v)
     if not spec.return_lse:
         return out
     lse = lse.reshape(q.shape[:-1])
     return out, jax.lax.stop_gradient(lse.astype(spec.dtype)) if return_residual else lse
+
+
+def _descales(spec: AttentionSpec, descales: Sequence[ArrayLike]) -> list[Any]:
+    """(B, heads, blocks), or (B, heads, 1) for one number a head."""
+    found = []
+    for scale, heads in zip((jnp.asarray(x, jnp.float32) for x in descales), (spec.N, spec.K, spec.K), strict=True):
+        scale = scale if scale.ndim == 3 else scale[..., None]
+        found.append(jnp.broadcast_to(scale, (spec.B, heads, scale.shape[-1])))
+    return found
 
 
 def explain(

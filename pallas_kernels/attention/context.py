@@ -33,7 +33,7 @@ def ways(spec: AttentionSpec) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in free_axes("sequence", mesh))
     divides = spec.T % count == 0 and spec.S % count == 0
-    served = spec.bias is None and spec.mask is None and not spec.traced_scale and not spec.empty
+    served = spec.bias is None and spec.mask is None and not spec.traced_scale and not spec.empty and not spec.descaled
     served = served and AxisType.Explicit not in mesh.axis_types
     return count if divides and served and spec.zigzag in (1, count) else 1
 

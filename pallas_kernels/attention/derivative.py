@@ -39,10 +39,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import unmarked
 from pallas_kernels.attention.spec import OP, AttentionSpec
 from pallas_kernels.device import alone
+from pallas_kernels.dispatch import Unsupported
 from sharding.local import axes_of, dividing, free_axes
 
 # Dims of every operand and result: B batch, T and S of sequences, N and K heads, the rest whole on every device.
 _QUERY, _KEY, _VALUE, _OUT, _LSE = "BTNH", "BSKH", "BSKV", "BTNV", "BTN"
+_SCALES = ["BNI", "BKJ", "BKL"]  # of e4m3 numbers, along their sequences
 _OPTIONAL = {"query_lengths": "B", "kv_lengths": "B", "query_segments": "BT", "kv_segments": "BS"}
 
 
@@ -79,6 +81,18 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any], *,
         given = {name: x for name, x in optional.items() if x is not None}
         call = _Call(spec=spec, scale=scale, optional=tuple(given), forward=forward, backward=backward, exact=exact)
         out, lse = _attention(*unmarked.equally_varying(query, key, value, *given.values()), call=call)
+        return out, lse
+
+    return attend
+
+
+def without_derivative(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward(spec, q, k, v, q_scale, k_scale, v_scale, *, scale, ...)` of e4m3 numbers, with all of that but it."""
+
+    def attend(spec: AttentionSpec, *arrays: Array, scale: float, **optional: Any) -> tuple[Array, Array]:
+        given = {name: optional[name] for name in _OPTIONAL if optional.get(name) is not None}
+        call = _Call(spec=spec, scale=scale, optional=tuple(given), forward=forward, backward=forward, exact=forward)
+        out, lse = _attention_of_codes(*unmarked.equally_varying(*arrays, *given.values()), call=call)
         return out, lse
 
     return attend
@@ -122,6 +136,15 @@ def _forward(*arrays: Array, call: _Call) -> list[Array]:
         return tuple(call.run(call.forward, (q, k, v), optional))
 
     return _by_shards(kernel, call, [_QUERY, _KEY, _VALUE, *call.optional_dims], [_OUT, _LSE], arrays)
+
+
+def _forward_of_codes(*arrays: Array, call: _Call) -> list[Array]:
+    """Operands q, k, v, their scales and the optional ones."""
+
+    def kernel(call, *arrays):
+        return tuple(call.run(call.forward, arrays[:6], arrays[6:]))
+
+    return _by_shards(kernel, call, [_QUERY, _KEY, _VALUE, *_SCALES, *call.optional_dims], [_OUT, _LSE], arrays)
 
 
 def _backward(*arrays: Array, call: _Call) -> list[Array]:
@@ -246,8 +269,18 @@ def _backward_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: _Cal
     return _exact_jvp(functools.partial(_exact_backward, call=call), primals, tangents)
 
 
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    reason = "e4m3 numbers are not differentiable"
+    raise Unsupported(
+        f"{OP}: a derivative was asked for with descales - {reason}. Multiply them into bfloat16 arrays and give those "
+        "with precision='fp8', whose gradient passes straight through the rounding.",
+        [("fp8 with descales", reason)],
+    )
+
+
 _attention = _Kernel("attention", _forward)
 _attention_backward = _Kernel("attention_backward", _backward)
+_attention_of_codes = _Kernel("attention_of_codes", _forward_of_codes)
 _tangent = Primitive("attention_tangent")
 _tangent.multiple_results = True
 _tangent_compiled = jax.jit(
@@ -258,6 +291,7 @@ _tangent.def_abstract_eval(lambda *types, **_: types[3:5])  # those of out and l
 mlir.register_lowering(_tangent, mlir.lower_fun(_exact_tangent, multiple_results=True))
 batching.primitive_batchers[_tangent] = functools.partial(_fold, _tangent.bind)
 ad.primitive_jvps[_attention.primitive] = _attention_jvp
+ad.primitive_jvps[_attention_of_codes.primitive] = _no_derivative
 ad.primitive_jvps[_tangent] = _tangent_jvp
 ad.primitive_jvps[_attention_backward.primitive] = _backward_jvp
 ad.primitive_transposes[_tangent] = _tangent_transpose
@@ -328,7 +362,8 @@ def _as_given(
     partitioned = custom_partitioning(lambda *arrays: function(*arrays))
     # Query heads and key heads are not tied here: tied, an axis larger than K would be cut in two, which has no name.
     rule = [", ".join(" ".join(dims) for dims in side) for side in (operands, results)]
-    partitioned.def_partition(partition, sharding_rule=" -> ".join(rule), need_replication_factors=tuple("THSV"))
+    whole = tuple(dict.fromkeys(dim for dims in operands for dim in dims if dim not in "BNK"))
+    partitioned.def_partition(partition, sharding_rule=" -> ".join(rule), need_replication_factors=whole)
     return partitioned
 
 

@@ -1,13 +1,13 @@
 """FlashAttention-3's forward pass in e4m3 for Hopper (sm_90a) in Pallas Mosaic GPU: block scales, float32 softmax.
 
-The schedule of `hopper.py`, with operands from `fp8.quantise`: queries and keys rotated, values transposed, because an
-8-bit product wants both operands along the keys. The weights of a block go from accumulator to operand without a
-shuffle (`mosaic.as_operand`); values lie in the order of tokens that this makes.
+The schedule of `hopper.py`, with operands from `hopper_fp8_prologue.quantise`: queries and keys rotated, values
+transposed, because an 8-bit product wants both operands along the keys. The weights of a block go from accumulator to
+operand without a shuffle (`mosaic.as_operand`); values lie in the order of tokens that this makes.
 
     S = Q8 K8'                        product in e4m3, float32 sums
     P = exp2(c S - m + 8)             c = scale log2(e) s_q s_k, of 64 queries and the block of keys
     O = O decay s_v'/s_v + e4m3(P) V8 s_v' of the block before: O is in units of its last block's scale
-    out = O s_v / sum P               LSE = ln 2 (m - 8) + ln sum P, of the P before the cast
+    out = O s_v / sum P               LSE = ln 2 m + ln(sum P / 256), of the P before the cast
 
 Source: arXiv 2407.08608, section 3.3.
 """
@@ -21,11 +21,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import fp8
+from pallas_kernels.attention import fp8, hopper_fp8_prologue
 from pallas_kernels.attention.hopper_config import SMEM_LIMIT, heads_side_by_side
 from pallas_kernels.attention.hopper_fp8_config import Fp8Config, default, fits, smem_bytes, staged_columns
 from pallas_kernels.attention.hopper_walk import (
@@ -79,8 +80,17 @@ def attend(
         "query_segments": query_segments, "kv_segments": kv_segments,
     }  # fmt: skip
     query, scale = positive_scale(query, scale)
-    operands = fp8.quantise(spec, query, key, value, block=config.kv_block, **facts)
+    operands = hopper_fp8_prologue.quantise(spec, query, key, value, block=config.kv_block, **facts)
     return attend_operands(spec, operands, scale=scale, shifts=shifts, config=config, device=device, **facts)
+
+
+def attend_codes(
+    spec: AttentionSpec, query: Array, *arrays: Array, scale: float, device: Device = H200, **facts: Any
+) -> tuple[Array, Array]:
+    """As `attend`, of `fp8.given`'s arrays: e4m3 numbers and their scales."""
+    query, scale = positive_scale(query, scale)
+    operands = fp8.given(spec, query, *arrays, **facts)
+    return attend_operands(spec, operands, scale=scale, config=default(spec), device=device, **facts)
 
 
 def attend_operands(
@@ -123,7 +133,7 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
         "q": mosaic.swizzled((config.q_block, H), fp8.E4M3),
         "k": mosaic.swizzled((stages, kv_block, H), fp8.E4M3),
         "v": mosaic.swizzled((stages, H_v, kv_block), fp8.E4M3),
-        "o": mosaic.swizzled((config.q_block, staged_columns(H_v)), spec.dtype),
+        "o": mosaic.swizzled((config.q_block, staged_columns(H_v, config)), spec.dtype),
         "lse": plgpu.SMEM((wgs, 64), f32),
         "q_ready": plgpu.Barrier(num_arrivals=1),
         "q_free": plgpu.Barrier(num_arrivals=wgs),
@@ -132,6 +142,8 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
         "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         "v_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
     }
+    if config.promote:
+        smem["sums"] = mosaic.swizzled((config.q_block, H_v), f32)
     if config.turns:
         smem["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=wgs)
     if spec.segments:
@@ -227,6 +239,10 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     def scale_of(name, n):
         return gmem[name][tile.batch, kv_head, tile.stop - 1 - n]
 
+    def factor_of(n):
+        """Of the logits; above 0, which hidden ones must not be multiplied by, though queries and keys may be zeros."""
+        return jnp.maximum(q_scale * scale_of("key_scale", n), float(np.finfo(np.float32).tiny))
+
     def softmax(s, maximum, total, n, factor):
         """(weights in 8 bits, maximum, total, decay); maxima are of logits in base 2, weights 256 times as large."""
         if not spec.segments:  # whose ids lie beside the keys
@@ -251,13 +267,18 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         if config.turns:
             plgpu.barrier_arrive(smem["turn"].at[lax.rem(w + 1, i32(config.warpgroups))])
 
-    accumulator = mosaic.ACC((64, H_v), f32)
     plgpu.barrier_wait(smem["q_ready"])
 
-    def with_output(*whole_acc):
-        """`whole_acc` sums all blocks; without it each block has an accumulator of its own, added to `sums`."""
+    # What blocks before the last few summed up to, in float32; each thread reads just what it wrote.
+    sums: Any = smem["sums"].at[pl.ds(w * 64, 64)] if config.promote else None
+
+    zeros = functools.partial(jnp.zeros, (64, H_v), f32)
+
+    def with_output(product):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
         total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
+        if sums is not None:
+            sums[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
 
         skipped = seen.skipped_blocks(steps)
         if skipped is not None:
@@ -276,7 +297,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
             return s_acc[...]
 
         s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
-        weights, maximum, total = softmax(s, maximum, total, first, q_scale * scale_of("key_scale", first))[:3]
+        weights, maximum, total = softmax(s, maximum, total, first, factor_of(first))[:3]
         weights = mosaic.as_operand(weights, fp8.E4M3)
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
@@ -291,14 +312,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
-            weights, maximum, total, sums = carry
+            weights, maximum, total = carry
             here, there = slot(n), slot(n + 1)
             # Read here, long before they are needed.
-            factor = q_scale * scale_of("key_scale", n + 1)
+            factor = factor_of(n + 1)
             unit = scale_of("value_scale", n) / scale_of("value_scale", n + 1)
 
-            def with_scores(s_acc, *own_acc):
-                (product,) = own_acc or whole_acc
+            def with_scores(s_acc):
                 plgpu.barrier_wait(smem["k_ready"].at[there])
                 wait_turn()
                 plgpu.wgmma(s_acc, q, smem["k"].at[there].T)
@@ -312,16 +332,29 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.
                 new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
                 o = product[...]
-                decay = broadcast(decay * unit, o.shape)
-                if own_acc:
-                    return new_weights, new_maximum, new_total, ((sums[0] + o) * decay,)
-                product[...] = o * decay
-                return new_weights, new_maximum, new_total, ()
+                product[...] = o * broadcast(decay * unit, o.shape)
+                return new_weights, new_maximum, new_total
 
-            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32), *[accumulator] * config.promote)
+            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
 
-        sums = (plgpu.layout_cast(jnp.zeros((64, H_v), f32), plgpu.Layout.WGMMA),) * config.promote
-        weights, maximum, total, sums = lax.fori_loop(first, steps - 1, step, (weights, maximum, total, sums))
+        def group(g, carry):
+            """Some blocks, whose product then goes over to the sums; these lag behind by what the group saw."""
+            start = first + g * config.promote
+            stop = jnp.minimum(start + config.promote, steps - 1)
+            weights, maximum, total = lax.fori_loop(start, stop, step, carry)
+            then = carry[1]
+            reference = jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked else maximum
+            since = jnp.exp2(then - reference) * (scale_of("value_scale", start) / scale_of("value_scale", stop))
+            sums[...] = plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, (64, H_v)) + product[...]
+            product[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
+            return weights, maximum, total
+
+        carry = weights, maximum, total
+        if sums is None:
+            weights, maximum, total = lax.fori_loop(first, steps - 1, step, carry)
+        else:
+            groups = lax.div(steps - 1 - first + (config.promote - 1), i32(config.promote))
+            weights, maximum, total = lax.fori_loop(0, groups, group, carry)
         if config.turns:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
         plgpu.barrier_arrive(smem["q_free"])
@@ -329,23 +362,19 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         unit = scale_of("value_scale", steps - 1)
         plgpu.barrier_wait(smem["v_ready"].at[last])
 
-        def last_product(acc):
-            plgpu.wgmma(acc, weights, smem["v"].at[last].T)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(smem["v_free"].at[last])
-            return acc[...]
-
-        if config.promote:
-            o = sums[0] + pl.run_scoped(last_product, accumulator)
-        else:
-            o = last_product(*whole_acc)
+        plgpu.wgmma(product, weights, smem["v"].at[last].T)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(smem["v_free"].at[last])
+        o = product[...]
+        if sums is not None:
+            o += plgpu.load(sums, layout=plgpu.Layout.WGMMA)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        nothing = total == 0.0
+        nothing = maximum == -jnp.inf
         inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))
-        lse = jnp.where(nothing, -jnp.inf, (maximum - _WEIGHT_BITS) * math.log(2) + jnp.log(total))
+        lse = jnp.where(nothing, -jnp.inf, maximum * math.log(2) + jnp.log(total * (1 / fp8.WEIGHT_SCALE)))
         return o * broadcast(inverse, o.shape), lse
 
-    o, lse = with_output() if config.promote else pl.run_scoped(with_output, accumulator)
+    o, lse = pl.run_scoped(with_output, mosaic.ACC((64, H_v), f32))
     smem["lse"][w] = lse
     out = gmem["out"].at[tile.batch, pl.ds(first_row, 64), tile.head]
     staging = smem["o"].at[pl.ds(w * 64, 64)]

@@ -35,8 +35,21 @@ def attend(
         "query_lengths": query_lengths, "kv_lengths": kv_lengths,
         "query_segments": query_segments, "kv_segments": kv_segments,
     }  # fmt: skip
+    operands = fp8.quantise(spec, query, key, value, recipe=recipe, **facts)
+    return attend_operands(spec, operands, scale=scale, shifts=shifts, **facts)
+
+
+def attend_codes(spec: AttentionSpec, *arrays: Array, scale: float, **facts: Any) -> tuple[Array, Array]:
+    """As `attend`, of `fp8.given`'s arrays: e4m3 numbers and their scales."""
+    return attend_operands(spec, fp8.given(spec, *arrays, **facts), scale=scale, shifts=None, **facts)
+
+
+def attend_operands(
+    spec: AttentionSpec, operands: fp8.Operands, *, scale: float, shifts: Int[Array, " B"] | None, **facts: Any
+) -> tuple[Float[Array, "B T N H_v"], Float[Array, "B T N"]]:
+    """As `attend`, of operands in blocks of `fp8.kv_block` keys."""
     block = fp8.kv_block(spec)
-    q, k, v = fp8.dequantised(fp8.quantise(spec, query, key, value, recipe=recipe, **facts))
+    q, k, v = fp8.dequantised(operands)
     (B, K, S), G, T = k.shape[:3], spec.G, spec.T
     q = q[:, :, :T].reshape(B, K, G, T, -1)
     # Blocks in front: (blocks, B, K, block, H).

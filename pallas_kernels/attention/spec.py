@@ -10,9 +10,12 @@ import numpy as np
 CausalAlignment = Literal["top_left", "bottom_right"]
 ContextParallel = Literal["ring", "all_gather"]
 Precision = Literal["input", "fp8"]
+Descaled = Literal["by head", "by block"]
 
 OP = "dot_product_attention"
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_CODES = "float8_e4m3fn"
+DESCALED_ROWS = (64, 128, 128)  # of queries, keys and values: how many share one of `descales` by block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,8 @@ class AttentionSpec:
     zigzag order the sequences are stored, 1 for their own order; lengths, causality and windows go by places in the
     sequence. `context` is the number of devices that sequences are cut over, and `context_parallel` how they meet.
 
-    `precision` is what products are of: "input": numbers of the input dtype; "fp8": of e4m3.
+    `precision` is what products are of: "input": numbers of the input dtype; "fp8": of e4m3. `descaled` says that the
+    inputs are e4m3 numbers to be multiplied by scales, one a head or one a block; `dtype` is then the output's.
 
     `shifted` is for calls that see a part of the sequences: the shift comes with the arrays, one per batch entry.
     """
@@ -57,6 +61,7 @@ class AttentionSpec:
     context_parallel: ContextParallel = "ring"
     shifted: bool = False
     precision: Precision = "input"
+    descaled: Descaled | None = None
 
     @property
     def G(self) -> int:
@@ -104,6 +109,8 @@ class AttentionSpec:
         fields += [name for name in ("traced_scale", "return_lse", "shifted") if getattr(self, name)]
         if self.precision != "input":
             fields.append(f"precision={self.precision}")
+        if self.descaled:
+            fields.append(f"descales {self.descaled}")
         if self.zigzag > 1:
             fields.append(f"zigzag={self.zigzag}")
         if self.context > 1:
@@ -154,6 +161,7 @@ def make_spec(
     zigzag: int = 1,
     context_parallel: Any = "ring",
     precision: Any = "input",
+    descales: Any = None,
 ) -> AttentionSpec:
     """The spec of a call of `dot_product_attention`; of arrays only `.shape` and `.dtype` are read.
 
@@ -164,7 +172,11 @@ def make_spec(
             raise _error(
                 name, operand, "must be (batch, length, heads, head dim), or the same without batch", "Reshape it"
             )
-        if jnp.dtype(operand.dtype).name not in _DTYPES:
+        if descales is not None and jnp.dtype(operand.dtype).name != _CODES:
+            raise _error(name, operand, f"dtype must be {_CODES} to go with descales", "Cast it, or give no descales")
+        if descales is None and jnp.dtype(operand.dtype).name == _CODES:
+            raise _error(name, operand, "needs descales and precision='fp8'", "Give them, or cast it to bfloat16")
+        if descales is None and jnp.dtype(operand.dtype).name not in _DTYPES:
             raise _error(name, operand, f"dtype must be one of {', '.join(_DTYPES)}", "Cast it")
     B, T, N, H = _rank4(query.shape)
     _, S, K, H_v = _rank4(value.shape)
@@ -218,6 +230,12 @@ def make_spec(
             f"{OP}: unknown {precision=} - must be one of {get_args(Precision)}. Use 'input' for products in "
             "the inputs' dtype."
         )
+    descaled = None if descales is None else _descaled(descales, B, ((N, T), (K, S), (K, S)))
+    if descaled and (precision != "fp8" or zigzag > 1):
+        raise ValueError(
+            f"{OP}: descales with {precision=} and {zigzag=} - they go with precision='fp8' and sequences in their own "
+            "order. Give both so, or bfloat16 arrays without descales."
+        )
     if zigzag < 1 or (zigzag > 1 and (T % (2 * zigzag) or S % (2 * zigzag))):
         raise ValueError(
             f"{OP}: {zigzag=} with {T} queries and {S} keys - both must be multiples of twice a positive number of "
@@ -229,7 +247,7 @@ def make_spec(
         )
     return AttentionSpec(
         B=B, T=T, S=S, N=N, K=K, H=H, H_v=H_v,
-        dtype=jnp.dtype(query.dtype).name,
+        dtype="bfloat16" if descaled else jnp.dtype(query.dtype).name,
         is_causal=is_causal,
         causal_alignment=causal_alignment,
         window=_window(local_window_size),
@@ -243,7 +261,28 @@ def make_spec(
         zigzag=zigzag,
         context_parallel=context_parallel,
         precision=precision,
+        descaled=descaled,
     )  # fmt: skip
+
+
+def _descaled(descales: Any, B: int, sides: tuple[tuple[int, int], ...]) -> Descaled:
+    """What the descales of queries, keys and values, with these numbers of heads and rows, are of."""
+    if not isinstance(descales, (tuple, list)) or len(descales) != 3:
+        raise ValueError(f"{OP}: descales of type {type(descales).__name__} - must be three. Give (query, key, value).")
+    descaled: Descaled = "by head"
+    for scale, name, (heads, rows), block in zip(
+        descales, ("query", "key", "value"), sides, DESCALED_ROWS, strict=True
+    ):
+        number = isinstance(scale, (int, float))
+        shape, dtype = ((), "float32") if number else (tuple(scale.shape), jnp.dtype(scale.dtype).name)
+        count = -(-rows // block)
+        if shape not in ((), (B, heads), (B, heads, count)) or dtype != "float32":
+            raise ValueError(
+                f"{OP}: a descale of the {name} of {shape=} and {dtype=} - must be float32 and one number, "
+                f"{(B, heads)}, or {(B, heads, count)}, one for every {block} rows. Reshape or cast it."
+            )
+        descaled = "by block" if len(shape) == 3 else descaled
+    return descaled
 
 
 def segment_sides(segment_ids: Any) -> tuple[Any, Any]:

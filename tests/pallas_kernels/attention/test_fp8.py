@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import accuracy_attention_fp8
 from pallas_kernels.attention import api, fp8
 from pallas_kernels.attention.cases import CASES, Case
-from pallas_kernels.attention.spec import make_spec
+from pallas_kernels.attention.spec import DESCALED_ROWS, make_spec
 from pallas_kernels.device import H200, current_device
 from pallas_kernels.dispatch import Unsupported
 from sharding.mesh import make_mesh
@@ -62,7 +62,7 @@ def test_scales_are_the_least_powers_of_two_that_fit():
     x[1, 5, 3] = np.inf
     x[2, 64:] = 0.0
     scale = np.asarray(fp8.scales(jnp.asarray(x, jnp.float32), 64, fp8.STANDARD))
-    size = np.where(np.isfinite(x), abs(x), 0).reshape(3, 2, -1).max(-1)
+    size = np.where(np.isfinite(x).all(-1, keepdims=True), abs(x), 0).reshape(3, 2, -1).max(-1)
     some = size > 0
     assert (np.frexp(scale)[0] == 0.5).all()
     assert (size <= 448 * scale).all() and (size[some] > 224 * scale[some]).all()
@@ -143,8 +143,37 @@ CALLS = {
 
 @pytest.mark.parametrize("name", ["causal", *(pytest.param(x, marks=pytest.mark.slow) for x in list(CALLS)[1:])])
 def test_values_and_gradients_of_what_is_multiplied(name):
-    """Of the rounded operands, as the oracle has it; the same-precision reference rounds weights to e4m3."""
-    case = CALLS[name]
+    against_oracle(CALLS[name], "xla_fp8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_contract_on_hopper(name):
+    case = dataclasses.replace(CASES[name], dtype="bfloat16")
+    spec = dataclasses.replace(case.spec(), precision="fp8")
+    if reason := api.HOPPER_FP8.why_not(spec, current_device()):
+        pytest.skip(reason)
+    against_oracle(case, "hopper_fp8")
+
+
+def lost_by_tensor_cores(query: Any, key: Any) -> np.ndarray:
+    """(B, N, T, S): what Hopper's 8-bit products miss of q . k.
+
+    They align 32 products and the sum so far to the largest of them, and drop what lies below 2^-13 of it.
+    """
+    q, k = (np.asarray(x, np.float64).swapaxes(1, 2) for x in (query, key))
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    total = np.zeros((*q.shape[:3], k.shape[2]))
+    for first in range(0, q.shape[3], 32):
+        terms = [q[..., :, None, first : first + 32] * k[..., None, :, first : first + 32], total[..., None]]
+        terms = np.concatenate(terms, axis=-1)
+        size = abs(terms).max(-1, keepdims=True)
+        quantum = 2.0 ** (np.floor(np.log2(np.where(size > 0, size, 1.0))) - 13)
+        total = (np.trunc(terms / quantum) * quantum).sum(-1)
+    return total - q @ k.swapaxes(2, 3)
+
+
+def against_oracle(case: Case, implementation: str) -> None:
+    """On the rounded operands; the same-precision reference rounds weights to e4m3, and sums as the hardware does."""
     arguments = {key: x for key, x in case.arguments().items() if x is not None}
     spec, facts = case.spec(), facts_of(arguments)
     arrays = [arguments.pop(key) for key in ("query", "key", "value")]
@@ -153,13 +182,18 @@ def test_values_and_gradients_of_what_is_multiplied(name):
     dlse = jnp.asarray(rng.standard_normal(arrays[0].shape[:3]), jnp.float32)
 
     def call(q, k, v):
-        return api.dot_product_attention(q, k, v, **arguments, precision="fp8", return_lse=True)
+        return api.dot_product_attention(
+            q, k, v, **arguments, precision="fp8", implementation=implementation, return_lse=True
+        )
 
     (out, lse), pull = jax.vjp(call, *arrays)
     gradients = pull((dout, dlse))
     hats = fp8.rounded(spec, *arrays, **facts)
-    arguments["scale"] = spec.default_scale
-    oracle, plain = (attention(*hats, **arguments, dout=dout, dlse=dlse, precision=p) for p in (None, E4M3))
+    arguments.setdefault("scale", spec.default_scale)
+    lost = lost_by_tensor_cores(*hats[:2]) * arguments["scale"] if implementation == "hopper_fp8" else None
+    cotangents: dict[str, Any] = {"dout": dout, "dlse": dlse}
+    oracle = attention(*hats, **arguments, **cotangents)
+    plain = attention(*hats, **arguments, **cotangents, bias=lost, precision=E4M3)
     assert_close(out, oracle.out, plain.out, "out")
     assert_close(lse, oracle.lse, plain.lse, "lse")
     matrix = fp8.rotation(fp8.head_dims(spec)[0], fp8.STANDARD).astype(np.float64) * fp8.norm(fp8.head_dims(spec)[0])
@@ -196,6 +230,68 @@ def test_what_it_refuses(changes, reason):
         api.dot_product_attention(**arguments, precision="fp8", implementation="xla")
 
 
+def codes(**changes: Any) -> dict[str, Any]:
+    """Arguments of a call that gives e4m3 numbers and descales, one a head; `changes` among them."""
+    rng = np.random.default_rng(0)
+    shapes = {"query": (2, 70, 4, 40), "key": (2, 150, 2, 40), "value": (2, 150, 2, 72)}
+    arrays = {name: jnp.asarray(50 * rng.standard_normal(shape), E4M3) for name, shape in shapes.items()}
+    scales = (0.01, descale(rng, 2, 2), jnp.float32(0.02))
+    return arrays | {"precision": "fp8", "descales": scales, "is_causal": True} | changes
+
+
+def descale(rng: np.random.Generator, *shape: int) -> Any:
+    return jnp.asarray(rng.uniform(0.01, 0.03, shape), jnp.float32)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_codes_with_descales(by_block):
+    """Against the oracle on what they stand for; one block of values has the descale 0."""
+    rng = np.random.default_rng(1)
+    arguments = codes()
+    if by_block:
+        key, value = descale(rng, 2, 2, 2), descale(rng, 2, 2, 2).at[0, 1, 0].set(0.0)
+        arguments["descales"] = (descale(rng, 2, 4, 2), key, value)
+    out, lse = api.dot_product_attention(**arguments, return_lse=True)
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    wide = {}
+    for name, scale, block in zip(("query", "key", "value"), arguments["descales"], DESCALED_ROWS, strict=True):
+        x, scale = np.asarray(arguments[name].astype(jnp.float32)), np.asarray(scale)
+        if scale.ndim == 3:
+            scale = np.repeat(scale, block, axis=2)[:, :, : x.shape[1]].swapaxes(1, 2)
+        wide[name] = x * (
+            scale if scale.ndim == 0 else scale[..., None] if scale.ndim == 3 else scale[:, None, :, None]
+        )
+    oracle, plain = (attention(**wide, is_causal=True, scale=40**-0.5, precision=p) for p in (None, E4M3))
+    assert_close(out, oracle.out, plain.out, "out")
+    assert_close(lse, oracle.lse, plain.lse, "lse")
+
+
+def test_codes_have_no_derivative():
+    arguments = codes()
+    value = arguments.pop("value")
+    with pytest.raises(Unsupported, match="derivative .* Multiply them into bfloat16"):
+        jax.grad(lambda x: api.dot_product_attention(value=x, **arguments).astype(jnp.float32).sum())(value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"descales": None}, "needs descales and precision='fp8'"),
+        ({"precision": "input"}, "they go with precision='fp8'"),
+        ({"zigzag": 5}, "sequences in their own order"),
+        ({"descales": (1.0, 1.0)}, "must be three"),
+        ({"descales": (1.0, np.ones((2, 3), np.float32), 1.0)}, r"descale of the key of shape=\(2, 3\)"),
+        ({"descales": (1.0, 1.0, np.ones((2, 2, 3), np.float32))}, "one for every 128 rows"),
+        ({"descales": (np.ones(()), 1.0, 1.0)}, "dtype='float64'"),
+        ({"query": jax.ShapeDtypeStruct((2, 70, 4, 40), "bfloat16")}, "must be float8_e4m3fn"),
+    ],
+    ids=str,
+)
+def test_descales_that_mean_nothing(changes, words):
+    with pytest.raises(ValueError, match=words):
+        make_spec(**codes(**changes))
+
+
 def test_an_unknown_precision_is_told():
     with pytest.raises(ValueError, match="unknown precision='int8'"):
         make_spec(**Case().arguments(), precision="int8")
@@ -229,6 +325,27 @@ def test_vmap_and_a_mesh_change_nothing():
     for one, by_vmap, by_mesh in zip(want, mapped, sharded, strict=True):
         np.testing.assert_array_equal(one, by_vmap[:, 0])
         assert_close(by_mesh, one, one)  # to an ulp: XLA adds in another order
+
+
+@pytest.mark.slow
+def test_codes_over_a_mesh_and_under_vmap():
+    arguments = codes(descales=(jnp.full((2, 4, 2), 0.01), jnp.full((2, 2), 0.02), 0.03))
+    names = ("query", "key", "value")
+    arrays, rest = [arguments[name] for name in names], {n: x for n, x in arguments.items() if n not in names}
+
+    def attend(*arrays, **rest):
+        return api.dot_product_attention(**dict(zip(names, arrays, strict=True)), **rest)
+
+    want = jax.jit(functools.partial(attend, **rest))(*arrays)
+    whole = rest | {"descales": (0.01, jnp.full((1, 2), 0.02), 0.03)}
+    mapped = jax.jit(jax.vmap(functools.partial(attend, **whole)))(*(x[:, None] for x in arrays))
+    np.testing.assert_array_equal(want, mapped[:, 0])
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
+    for axes in (("data",), None, "tensor"), ():
+        split = [jax.device_put(x, NamedSharding(mesh, P(*axes))) for x in arrays]
+        with jax.set_mesh(mesh):
+            np.testing.assert_array_equal(want, jax.jit(functools.partial(attend, **rest))(*split))
+        np.testing.assert_array_equal(want, jax.jit(functools.partial(attend, **rest))(*split))
 
 
 @pytest.mark.slow
