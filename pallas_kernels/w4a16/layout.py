@@ -90,13 +90,13 @@ def pack_zeros(zeros: UInt8[Array, "groups n"]) -> UInt8[Array, "column_tiles gr
     """Zero points as `pack_columns`, but with the two columns of a thread (rh = 0, 1) side by side: the 16 bytes of a
     warp are then a row of eight pairs, which ldmatrix hands out."""
     columns = pack_columns(zeros)
-    return columns.reshape(-1, *_COLUMNS).swapaxes(2, 3).reshape(columns.shape)
+    return columns.reshape(*columns.shape[:-1], *_COLUMNS).swapaxes(-2, -1).reshape(columns.shape)
 
 
 def zeros_by_column(zeros: UInt8[Array, "column_tiles groups 64"]) -> UInt8[Array, "column_tiles groups 64"]:
     """Packed zero points in the order of `pack_columns`."""
     warps, rh, l8 = _COLUMNS
-    return zeros.reshape(-1, warps, l8, rh).swapaxes(2, 3).reshape(zeros.shape)
+    return zeros.reshape(*zeros.shape[:-1], warps, l8, rh).swapaxes(-2, -1).reshape(zeros.shape)
 
 
 def unpack_zeros(zeros: UInt8[Array, "column_tiles groups 64"], columns: int) -> UInt8[Array, "groups n"]:
