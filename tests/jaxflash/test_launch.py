@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from jaxflash import launch
 from jaxflash.cli import main
 from jaxflash.config import TrainConfig, train_preset
 from jaxflash.train import train
+from tests.processes import run_together
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--set", "model.n_layers=1", "--set", "model.d_model=32", "--seq-len", "32", "--batch-size", "8"]
@@ -155,16 +155,6 @@ def test_open_mpi_5_without_mpi4py_is_told(monkeypatch, detached):
         launch.join(lambda: pytest.fail("ran"))
 
 
-def run(*commands: list[str], **environment: str) -> None:
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    children = [
-        subprocess.Popen(c, env=env | {"SLURM_PROCID": str(i)}, stderr=subprocess.PIPE, text=True)
-        for i, c in enumerate(commands)
-    ]
-    errors = [child.communicate(timeout=280)[1] for child in children]
-    assert all(child.returncode == 0 for child in children), "".join(errors)[-3000:]
-
-
 def config(out: Path, steps: int) -> TrainConfig:
     sizes = {"model.n_layers": 1, "model.d_model": 32, "seq_len": 32, "batch_size": 8, "accumulate": 2}
     run = train_preset("tiny", **sizes, schedule_steps=6, eval_batches=2, steps=steps, out=str(out))
@@ -177,19 +167,23 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_two_processes_and_one_take_over_from_each_other(tmp_path):
     """Started by `launch -n 2`, and as two tasks of a SLURM job, which JAX reads from their environment."""
     whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
     train(config(whole, 4), quiet=True)
     train(config(second, 2), quiet=True)
-    run([*COMMAND, "-n", "2", "--devices-per-process", "2", "train", *FLAGS, "--steps", "2", "--out", str(first)])
+    two = [*COMMAND, "-n", "2", "--devices-per-process", "2", "train", *FLAGS, "--steps", "2", "--out", str(first)]
+    run_together(lambda _: [two], timeout=150, writes=first)
     train(config(first, 4), quiet=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     task = [*COMMAND, "train", *FLAGS, "--cpu-devices", "2", "--steps", "4", "--out", str(second)]
-    run(task, task, **job, JAX_COORDINATOR_PORT=port)
+    # The tasks learn the coordinator's port as JAX reads it, from the environment.
+    run_together(
+        lambda port: [["env", f"JAX_COORDINATOR_PORT={port}", f"SLURM_PROCID={i}", *task] for i in range(2)],
+        timeout=150,
+        writes=second,
+        env=job,
+    )
     np.testing.assert_allclose(losses(first), losses(whole), rtol=1e-5)
     np.testing.assert_allclose(losses(second), losses(whole), rtol=1e-5)

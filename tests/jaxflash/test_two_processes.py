@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 
 from jaxflash.config import to_json
 from jaxflash.train import train
+from tests.processes import run_together, script
 
 SCRIPT = """
 import os, signal, sys
@@ -32,27 +30,12 @@ print("END", int(run.state.step), run.stopped, flush=True)
 
 
 def run_two(recipe: Path, out: Path, *, steps: int, stop_at: int = 0) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", SCRIPT, address]
-    children = [
-        subprocess.Popen(
-            [*command, str(i), str(recipe), str(out), str(steps), str(stop_at)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = [child.communicate(timeout=250) for child in children]
-    assert all(child.returncode == 0 for child in children), outputs[0][1][-2000:] + outputs[1][1][-2000:]
-    return [next(line for line in out.splitlines() if line.startswith("END")) for out, _ in outputs]
+    printed = run_together(script(SCRIPT, recipe, out, steps, stop_at), timeout=120, writes=out)
+    return [next(line for line in out.splitlines() if line.startswith("END")) for out in printed]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(800)
 def test_two_processes_train_stop_and_resume_as_one(small, tmp_path):
     config = dataclasses.replace(
         small, mesh={"data": 2, "fsdp": 2, "tensor": 2}, schedule_steps=8, steps=8, eval_every=4

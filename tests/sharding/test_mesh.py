@@ -1,15 +1,11 @@
 """make_mesh and parse_mesh: shapes, device order, and errors that name the remedy."""
 
-import socket
-import subprocess
-import sys
-import textwrap
-
 import jax
 import pytest
 from jax.sharding import AxisType
 
 from sharding.mesh import AXES, make_mesh, parse_mesh
+from tests.processes import run_together, script
 
 
 @pytest.mark.parametrize(
@@ -134,19 +130,6 @@ PROCESS = """
 """
 
 
+@pytest.mark.timeout(400)
 def test_two_processes():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        address = f"localhost:{probe.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(PROCESS), address]
-    children = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for i in range(2)
-    ]
-    try:
-        results = [child.communicate(timeout=120) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, (_, err) in zip(children, results, strict=True):
-        assert child.returncode == 0, err
+    run_together(script(PROCESS), timeout=120)

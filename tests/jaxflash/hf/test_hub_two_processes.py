@@ -2,10 +2,6 @@
 cannot write, both are told, and neither waits."""
 
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
@@ -13,12 +9,13 @@ from safetensors.numpy import load_file
 from jaxflash.hf.load import open_checkpoint
 from tests.jaxflash.hf.test_golden import raw
 from tests.jaxflash.hf.tiny import GOLDEN, copy, rewrite
+from tests.processes import run_together, script
 
 SCRIPT = """
 import dataclasses, json, resource, shutil, sys, types
 import jax, jaxflash
 jaxflash.use_cpu_devices(4)
-address, index, source, tied, out, report = sys.argv[1:]
+address, index, source, tied, out, reports = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(index), initialization_timeout=60)
 from pathlib import Path
 from jaxflash.hf.load import load_params, open_checkpoint
@@ -65,44 +62,20 @@ resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 if not first:  # what only the others see decides nothing
     shutil.disk_usage = lambda path: types.SimpleNamespace(free=1000)
 save(model, out, max_shard_bytes=20_000)
-Path(report).write_text(json.dumps({"read": read, "refused": refused}))  # their library prints too
+Path(reports, f"{index}.json").write_text(json.dumps({"read": read, "refused": refused}))  # their library prints too
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_two_processes_read_half_each_and_write_one_folder(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    folder, reports = tmp_path / "folder", [tmp_path / f"{i}.json" for i in range(2)]
+    folder = tmp_path / "folder"
     folder.mkdir()
     tied = copy("qwen2", tmp_path)
     table = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(tied / "model.safetensors", lm_head__weight=table + 1)
-    children = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                SCRIPT,
-                address,
-                str(i),
-                str(GOLDEN / "qwen3"),
-                str(tied),
-                str(folder / "out"),
-                str(reports[i]),
-            ],
-            cwd=Path(__file__).parents[3],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = [child.communicate(timeout=250) for child in children]
-    assert all(child.returncode == 0 for child in children), outputs[0][1][-2000:] + outputs[1][1][-2000:]
-    told = [json.loads(report.read_text()) for report in reports]
+    run_together(script(SCRIPT, GOLDEN / "qwen3", tied, folder / "out", tmp_path), timeout=120, writes=folder)
+    told = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
     first, second = (report["read"] for report in told)
     for name, tensor in open_checkpoint(GOLDEN / "qwen3").stored.items():
         whole = name.endswith(("q_norm.weight", "k_norm.weight"))  # a head is not split

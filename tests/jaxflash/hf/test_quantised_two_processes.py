@@ -2,21 +2,18 @@
 
 import dataclasses
 import json
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from jaxflash.language_model import save
 from tests.jaxflash.hf.quantised import CONFIG, packed
+from tests.processes import run_together, script
 
 SCRIPT = """
 import dataclasses, json, sys
 import jax, jaxflash
 jaxflash.use_cpu_devices(4)
-address, index, source, out, report = sys.argv[1:]
+address, index, source, out, reports = sys.argv[1:]
 jax.distributed.initialize(address, num_processes=2, process_id=int(index), initialization_timeout=60)
 from pathlib import Path
 from jaxflash.hf.load import load_params, open_checkpoint
@@ -36,30 +33,16 @@ linears = {name: counting(linear) for name, linear in checkpoint.linears.items()
 mesh = jaxflash.make_mesh({"fsdp": 2, "tensor": 4})
 config, params = load_params(dataclasses.replace(checkpoint, linears=linears), mesh)
 save(LanguageModel(config, params, ByteTokenizer()), out, format="gptq")
-Path(report).write_text(json.dumps(read))
+Path(reports, f"{index}.json").write_text(json.dumps(read))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_two_processes_read_their_columns_and_write_one_folder(tmp_path):
     config = dataclasses.replace(CONFIG, n_layers=1, d_model=128, n_heads=8, n_kv_heads=8, head_dim=32, d_ff=256)
     save(packed("asymmetric", config)[0], tmp_path / "x", format="gptq")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, address, str(i), tmp_path / "x", tmp_path / "y", tmp_path / f"{i}.json"],
-            cwd=Path(__file__).parents[3],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    outputs = [child.communicate(timeout=250) for child in children]
-    assert all(child.returncode == 0 for child in children), outputs[0][1][-2000:] + outputs[1][1][-2000:]
+    run_together(script(SCRIPT, tmp_path / "x", tmp_path / "y", tmp_path), timeout=120, writes=tmp_path / "y")
     for i in range(2):
         read = json.loads((tmp_path / f"{i}.json").read_text())
         for name, whole in ((".mlp.down_proj", 256 * 128), (".mlp.up_proj", 128 * 256)):
