@@ -21,7 +21,7 @@ def assignments(
         if not equals:
             raise ValueError(f"{flag} {item!r}: must be KEY=VALUE, for instance {example}.")
         if key in reserved:
-            raise ValueError(f"--set {item!r}: {key} has a flag of its own here. Use --{key} {value}.")
+            raise ValueError(f"{flag} {item!r}: {key} has a flag of its own here. Use --{key} {value}.")
         pairs[key] = value
     return pairs
 
