@@ -70,7 +70,7 @@ def by_stages(mesh, schedule, n_layers, *, forward=True):
     def run(params, shared, batch):
         chunks = deal(schedule, params, specs)
         by_chunks, by_shared, sums = pipeline.gradients(schedule, model, chunks, shared, batch)
-        by_layers = collect(schedule, by_chunks, specs, n_layers)
+        by_layers = collect(by_chunks, specs, n_layers)
         alone = pipeline.loss_sum(schedule, model, chunks, shared, batch) if forward else None
         return sums, (by_layers, by_shared), alone
 
