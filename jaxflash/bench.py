@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from jaxflash.config import TrainConfig, train_preset
+from jaxflash.flags import assignments
 from jaxflash.model import count_parameters, flops_per_token
 from jaxflash.train import train
 from pallas_kernels.attention.api import explain
@@ -246,13 +247,6 @@ def _attention(config: TrainConfig) -> str | None:
     return explain(query, key, key, is_causal=True, **facts).chosen
 
 
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=VALUE, for instance model.remat=dots")
-    return key, value
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints one row of JSON, and appends it to --out; a wrong call ends with exit status 2, as `jaxflash`'s do."""
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -263,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--packing", help="stream or documents (default: the preset's)")
     parser.add_argument("--steps", type=int, default=30, help="steps, warm-up included (default 30)")
     parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="steps left out at the start (default 5)")
-    parser.add_argument("--set", action="append", type=_pair, default=[], metavar="KEY=VALUE", help="model.remat=dots")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="model.remat=dots")
     parser.add_argument("--mesh", help="for instance fsdp=2 (default: the preset's)")
     parser.add_argument("--profile", action="store_true", help="trace 3 more steps and name the ten heaviest kernels")
     parser.add_argument("--trace", metavar="DIR", help="like --profile, and keep the trace there")
@@ -275,10 +269,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     changes: dict[str, Any] = {
         "steps": args.steps, "warmup_steps": _WARM_UP_STEPS, "model.attention": args.implementation
-    } | dict(args.set)  # fmt: skip
-    if args.packing is not None:
-        changes["packing"] = args.packing
+    }  # fmt: skip
     try:
+        changes |= assignments(args.set, example="model.remat=dots")
+        if args.packing is not None:
+            changes["packing"] = args.packing
         if args.mesh is not None:
             changes["mesh"] = parse_mesh(args.mesh)
         config = train_preset(args.preset, **changes)

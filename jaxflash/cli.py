@@ -28,7 +28,7 @@ from jaxflash.corpus.tokens import default_cache_dir
 from jaxflash.demo import DemoError, demo, demo_config
 from jaxflash.evaluate import evaluate
 from jaxflash.finetune import finetune_preset, merge
-from jaxflash.flags import assignments
+from jaxflash.flags import assignments, numbers
 from jaxflash.generate import generate
 from jaxflash.hf.chat import chat
 from jaxflash.hf.convert import ADAPTER, TARGETS, convert, keeps_fp8, written_bytes
@@ -50,13 +50,14 @@ from sharding.names import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that suggests the nearest flag or command."""
+    """argparse that suggests the nearest flag."""
 
     def error(self, message: str) -> NoReturn:
-        flags = [word.split("=")[0] for word in message.replace("'", " ").split() if word.startswith("--")]
+        flags = [word.split("=")[0].rstrip(":") for word in message.replace("'", " ").split() if word.startswith("--")]
         known = [option for action in self._actions for option in action.option_strings]
-        hint = did_you_mean(flags[0], known) if flags else f"See `{self.prog} --help`."
-        raise SystemExit(f"{self.prog}: {message}. {hint}")
+        unknown = [flag for flag in flags if flag not in known]
+        hint = did_you_mean(unknown[0], known) if unknown else f"See `{self.prog} --help`."
+        self.exit(2, f"{self.prog}: {message}. {hint}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -173,12 +174,8 @@ def _add_launch(commands: Any) -> None:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="one by one: where process 0 listens")
     parser.add_argument("--processes", type=int, metavar="N", help="one by one: how many there are")
     parser.add_argument("--process", type=int, metavar="I", help="one by one: which this is, from 0")
-    parser.add_argument("--devices", type=_numbers, metavar="I,J", help="one by one: the GPUs to use (default: all)")
+    parser.add_argument("--devices", type=numbers, metavar="I,J", help="one by one: the GPUs to use (default: all)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="train ...", help="what each of them runs")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _launch(args: argparse.Namespace) -> None:

@@ -44,8 +44,9 @@ def add(commands: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    owned = frozenset({"mesh", "batch_size", "seq_len", "accumulate", "zero", "schedule"})
-    changes: dict[str, Any] = assignments(args.set, reserved=owned | {"model.remat"})
+    owned = frozenset({"batch_size", "seq_len", "model.remat"})
+    chosen = frozenset({"mesh", "accumulate", "zero", "schedule"})
+    changes: dict[str, Any] = assignments(args.set, reserved=owned, chosen=chosen)
     changes["batch_size"] = _ROWS * max(args.gpus, 1) if args.batch_size is None else args.batch_size
     if args.seq_len is not None:
         changes["seq_len"] = args.seq_len

@@ -110,7 +110,7 @@ class Pipeline:
         run = summed_once(sums, self._once, (jax.tree.map(dealt, split, is_leaf=_is_spec), shared_split))
         chunks = deal(self.schedule, layers, self._specs["blocks"])
         (chunks, by_shared), (total, count) = run((chunks, shared), batch)
-        by_layers = collect(self.schedule, chunks, split, self._model.n_layers)
+        by_layers = collect(chunks, split, self._model.n_layers)
         scale = 1.0 / jnp.maximum(count, 1.0)
         return jax.tree.map(lambda g: g * scale, by_shared | {"blocks": by_layers}), total, count
 

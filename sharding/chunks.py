@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PyTree, Shaped
 
+from sharding.rules import entry_axes, entry_without
 from sharding.schedule import Schedule
 
 STAGE = "stage"
@@ -42,7 +43,7 @@ def deal(schedule: Schedule, layers: PyTree, specs: PyTree) -> PyTree:
     return jax.tree.map(one, layers, specs)
 
 
-def collect(schedule: Schedule, chunks: PyTree, specs: PyTree, n_layers: int) -> PyTree:
+def collect(chunks: PyTree, specs: PyTree, n_layers: int) -> PyTree:
     """The inverse of `deal`: what has its shape and layout, in the order of the layers and laid out as `specs` say."""
 
     def one(x: Shaped[Array, "v s c ..."], spec: P) -> Shaped[Array, "l ..."]:
@@ -64,13 +65,9 @@ def collect(schedule: Schedule, chunks: PyTree, specs: PyTree, n_layers: int) ->
 
 def dealt(spec: P) -> P:
     """The layout of a (v, S, capacity, ...) array that is stored by `spec`."""
-    return P(None, STAGE, None, *(tuple(axis for axis in _axes(entry) if axis != STAGE) or None for entry in spec[1:]))
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return P(None, STAGE, None, *(entry_without(entry, (STAGE,)) for entry in spec[1:]))
 
 
 def _dim(spec: P) -> int | None:
     """The dim that is split over stages."""
-    return next((dim for dim, entry in enumerate(spec) if STAGE in _axes(entry)), None)
+    return next((dim for dim, entry in enumerate(spec) if STAGE in entry_axes(entry)), None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from sharding.rules import RULES
+from sharding.rules import RULES, entry_axes
 
 
 def axes_of(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
@@ -17,8 +17,7 @@ def axes_of(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     >>> axes_of(layout, 0), axes_of(layout, 1)
     (('data', 'fsdp'), ())
     """
-    entry = (*sharding.spec, *[None] * (dim + 1))[dim]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return entry_axes((*sharding.spec, *[None] * (dim + 1))[dim])
 
 
 def dividing(axes: Sequence[str], size: int, mesh: Any) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sharding.rules import spec
+from sharding.rules import entry_axes, spec
 
 
 def take_rows(table: Float[Array, "v d"], ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
@@ -66,9 +66,7 @@ def _layout() -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], set[str]]:
     free = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
 
     def kept(name: str) -> tuple[str, ...]:
-        entry = spec((name,))[0]
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        return tuple(axis for axis in axes if axis in free)
+        return tuple(axis for axis in entry_axes(spec((name,))[0]) if axis in free)
 
     return kept("vocab"), (kept("batch"), kept("sequence")), free
 

@@ -10,6 +10,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 
+from sharding.rules import entry_axes, entry_without
+
 Sums = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
@@ -43,7 +45,7 @@ def summed_once(sums: Sums, axes: Sequence[str], specs: PyTree) -> Sums:
     def _add_up(grad: jax.Array, spec: P) -> jax.Array:
         left = list(axes)
         for dim, entry in enumerate(spec):
-            for axis in _names(entry):
+            for axis in entry_axes(entry):
                 grad = jax.lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
                 left.remove(axis)
         return jax.lax.psum(grad, tuple(left)) if left else grad  # last: of the least that is left to send
@@ -55,12 +57,7 @@ def _layouts(specs: PyTree, axes: Sequence[str], *, own: bool) -> PyTree:
     """The layouts with only the dims that some of `axes` split alone; or with all axes but those."""
 
     def part(entry: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-        names = _names(entry)
-        others = tuple(name for name in names if name not in axes)
-        return ((() if others else names) if own else others) or None
+        others = entry_without(entry, axes)
+        return (None if others else entry_axes(entry) or None) if own else others
 
     return jax.tree.map(lambda spec: P(*map(part, spec)), specs, is_leaf=lambda spec: isinstance(spec, P))
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -251,7 +251,7 @@ def constrain(x: Shaped[Array, "..."], *names: str | None, rules: Rules = RULES)
             f"constrain: mesh {dict(mesh.shape)} has Explicit axes - constraints act on Auto axes. "
             "Build it with make_mesh."
         )
-    free = P(*(_without(entry, mesh.manual_axes) for entry in entries))
+    free = P(*(entry_without(entry, mesh.manual_axes) for entry in entries))
     if all(axis in mesh.manual_axes for axis in mesh.axis_names):
         return x
     faults = _faults(x.shape, names, free, mesh, {})
@@ -261,6 +261,16 @@ def constrain(x: Shaped[Array, "..."], *names: str | None, rules: Rules = RULES)
             "Pad the array or change the mesh."
         )
     return jax.lax.with_sharding_constraint(x, free)
+
+
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec, outermost first."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_without(entry: Any, axes: Sequence[str]) -> tuple[str, ...] | None:
+    """The entry of a PartitionSpec without these mesh axes."""
+    return tuple(axis for axis in entry_axes(entry) if axis not in axes) or None
 
 
 def bytes_per_device(tree: PyTree) -> tuple[dict[str, int], int]:
@@ -282,23 +292,14 @@ def _by_path(tree: PyTree, names: bool = False) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _without(entry: Any, manual: Sequence[str]) -> tuple[str, ...] | None:
-    return tuple(axis for axis in _axes(entry) if axis not in manual) or None
-
-
 def _extent(entry: Any, mesh: Mesh | AbstractMesh) -> int:
     """How many ways `mesh` splits a dimension with this entry."""
-    for axis in _axes(entry):
+    for axis in entry_axes(entry):
         if axis not in mesh.shape:
             raise ValueError(
                 f"rules: {axis=} is not in mesh {dict(mesh.shape)} - rules name mesh axes. Build it with make_mesh."
             )
-    return math.prod(mesh.shape[axis] for axis in _axes(entry))
+    return math.prod(mesh.shape[axis] for axis in entry_axes(entry))
 
 
 def _faults(
@@ -312,7 +313,7 @@ def _faults(
         if size % count:
             faults.append(f"dim {dim} ({name!r}) has {size=}, no multiple of its {count} units")
         elif count % extent:
-            over = "*".join(_axes(entry))
+            over = "*".join(entry_axes(entry))
             works = [ways for ways in range(1, min(count, mesh.size) + 1) if count % ways == 0]
             what = f"{size=}" if count == size else f"{size=} in {count} units"
             faults.append(

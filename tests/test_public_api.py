@@ -30,7 +30,7 @@ def describe() -> str:
 
 
 def test_public_api_is_the_snapshot():
-    assert describe() == GOLDEN.read_text(), "run `python tests/test_public_api.py` if the change is meant"
+    assert describe() == GOLDEN.read_text(), "run `python -m tests.test_public_api` if the change is meant"
 
 
 if __name__ == "__main__":

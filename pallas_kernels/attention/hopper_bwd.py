@@ -205,7 +205,7 @@ def _step(c: Call, at: Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc
         plgpu.barrier_wait(refs.q_ready.at[slot])
         if masked:
             plgpu.barrier_wait(refs.do_ready.at[slot])
-            _scrub_queries(c, refs, w, slot)
+            _scrub_queries(refs, w, slot)
         s_acc[...] = along_columns(refs.rows_s.at[slot, 0])
         plgpu.wgmma(s_acc, refs.k_s.at[mine], q.transpose((1, 0)))
         _issue_dq(c, refs, w, 1 - buffer, dq_acc)
@@ -303,7 +303,7 @@ def _scrub_keys(k: Any, v: Any) -> None:
         v[...] = jnp.where(wrong > 0, jnp.nan, values).astype(tile.dtype)
 
 
-def _scrub_queries(c: Call, refs: SimpleNamespace, w: Any, slot: Any) -> None:
+def _scrub_queries(refs: SimpleNamespace, w: Any, slot: Any) -> None:
     """Where the block has rows whose LSE or delta is not finite: one warpgroup zeroes them in Q, the other in dO."""
 
     def scrub(tile_ref: Any) -> None:

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import mosaic, mosaic_int4
+from pallas_kernels import mosaic, mosaic_int4, mosaic_int4_sums
 from pallas_kernels.device import H200, Device
-from pallas_kernels.mosaic_int4 import PITCH, Step
+from pallas_kernels.mosaic_int4_step import Step
+from pallas_kernels.mosaic_int4_sums import PITCH
 from pallas_kernels.w4a16.spec import W4A16Spec
 
 SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
@@ -434,7 +435,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], turn: 
             pl.when(turn.turn > 0)(lambda: plgpu.barrier_wait(smem["stored"].at[which]))
 
     def store(acc, n):
-        mosaic_int4.put_partial(acc, smem["sums"].at[w])
+        mosaic_int4_sums.put_partial(acc, smem["sums"].at[w])
         if config.split > 1:
             plgpu.barrier_arrive(smem["summed"].at[which])
 
@@ -444,7 +445,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], turn: 
                 plgpu.barrier_wait(smem["summed"].at[which])
             sums = smem["sums"].at[pl.ds(which * config.split, config.split)]
             columns = pl.ds((turn.first + n) * config.columns, config.columns)
-            mosaic_int4.store_sum(step, sums, gmem["out"].at[:, columns])
+            mosaic_int4_sums.store_sum(step, sums, gmem["out"].at[:, columns])
 
     def multiply_all(slices):
         accs = tuple(plgpu.layout_cast(jnp.zeros((64, step.tokens), f32), mosaic.Layout.WGMMA) for _ in slices)

@@ -98,10 +98,6 @@ def _gemv_layout(spec: LinearSpec) -> dict[str, TensorLayout]:
     }
 
 
-def _read_gemv_codes(words: Int32[np.ndarray, "a b"], spec: LinearSpec) -> UInt8[np.ndarray, "k n"]:
-    return nibbles.unpack(words, spec.K).T
-
-
 def _read_gemv_grid(tensors: Tensors, spec: LinearSpec) -> Grid:
     zeros = nibbles.unpack(tensors["qzeros"], spec.groups)
     return grid_of(spec, tensors["scales"][:, : spec.groups].T, zeros.T, None)
@@ -112,6 +108,6 @@ GEMV = Format(
     codes="qweight",
     columns=(0, 1),
     layout=_gemv_layout,
-    read_codes=_read_gemv_codes,
+    read_codes=nibbles.unpack_columns,
     read_grid=_read_gemv_grid,
 )

@@ -3,6 +3,8 @@
 import numpy as np
 from jaxtyping import Int32, UInt8
 
+from quant.formats.grid import LinearSpec
+
 NATURAL = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
@@ -30,3 +32,8 @@ def unpack(
     if order != NATURAL:
         nibbles = nibbles.reshape(len(words), -1, 8)[..., np.argsort(order)].reshape(nibbles.shape)
     return nibbles[:, :n]
+
+
+def unpack_columns(words: Int32[np.ndarray, "n words"], spec: LinearSpec) -> UInt8[np.ndarray, "k n"]:
+    """The codes of W (K, N) from words that run along K, a row of them for each column of W."""
+    return unpack(words, spec.K).T

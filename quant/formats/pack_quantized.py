@@ -11,7 +11,7 @@ compressors/pack_quantized.
 """
 
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import UInt8
 
 from quant.formats import nibbles
 from quant.formats.grid import Format, Grid, LinearSpec, TensorLayout, Tensors, grid_of, whole_groups
@@ -28,10 +28,6 @@ def _layout(spec: LinearSpec) -> dict[str, TensorLayout]:
     if spec.ordered:
         tensors["weight_g_idx"] = TensorLayout((spec.K,), ("int32",))
     return tensors
-
-
-def _read_codes(words: Int32[np.ndarray, "a b"], spec: LinearSpec) -> UInt8[np.ndarray, "k n"]:
-    return nibbles.unpack(words, spec.K).T
 
 
 def _read_grid(tensors: Tensors, spec: LinearSpec) -> Grid:
@@ -62,7 +58,7 @@ FORMAT = Format(
     codes="weight_packed",
     columns=(0, 1),
     layout=_layout,
-    read_codes=_read_codes,
+    read_codes=nibbles.unpack_columns,
     read_grid=_read_grid,
     write=_write,
     faults=whole_groups,

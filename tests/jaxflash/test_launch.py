@@ -98,6 +98,7 @@ def test_lines_of_other_processes_carry_their_number(capsys):
         (["-n", "2", "--process", "0", "train"], "-n 2 starts all processes here"),
         (["--coordinator", "localhost:1", "train"], "coordinator='localhost:1', processes=None"),
         (["--devices", "0", "train"], r"devices=\[0\] - a process by hand needs the first three"),
+        (["--devices", "a,b", "train"], "'a,b' must be numbers of GPUs, for instance 0,1. See"),
         (["--devices-per-process", "2", "train"], "--devices-per-process is for -n"),
         (["train"], "found no others: .* or with -n 2"),
     ],
@@ -106,8 +107,8 @@ def test_a_wrong_call_is_told_before_a_process_starts(arguments, message, monkey
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a process"))
     with pytest.raises(SystemExit) as error:
         main(["launch", *arguments])
-    said = str(error.value) if isinstance(error.value.code, str) else capsys.readouterr().err
-    assert re.search(message, said), said
+    said = capsys.readouterr().err
+    assert error.value.code == 2 and re.search(message, said), said
 
 
 # What `srun` and `mpirun` set for the third of four processes, the first on its host.

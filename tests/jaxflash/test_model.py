@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from jaxflash.config import PRESETS, preset
@@ -23,6 +22,7 @@ from jaxflash.model import (
 )
 from sharding import rules
 from sharding.mesh import AXES, make_mesh
+from tests.equations import equations
 from tests.jaxflash import model_oracle as oracle
 from tests.jaxflash.model_oracle import SHAPES, random_params, rounding_depth, small
 from tests.tolerance import assert_close
@@ -189,7 +189,7 @@ def test_remat_policies_trade_matmuls_for_memory_and_change_nothing_else():
 
     def run(remat):
         step = jax.value_and_grad(functools.partial(mean_nats, config=dataclasses.replace(config, remat=remat)))
-        dots = count_dots(jax.make_jaxpr(step)(params, tokens).jaxpr)
+        dots = len(list(equations(jax.make_jaxpr(step)(params, tokens).jaxpr, "dot_general")))
         compiled = jax.jit(step).lower(params, tokens).compile()
         memory = compiled.memory_analysis()
         assert memory is not None
@@ -204,14 +204,6 @@ def test_remat_policies_trade_matmuls_for_memory_and_change_nothing_else():
     for axis, order in ((0, ("none", "dots", "full")), (1, ("full", "dots", "none"))):
         ranked = [costs[name][axis] for name in order]
         assert ranked[0] < ranked[1] < ranked[2], costs
-
-
-def count_dots(jaxpr):
-    total = 0
-    for equation in jaxpr.eqns:
-        total += equation.primitive.name == "dot_general"
-        total += sum(map(count_dots, jaxprs_in_params(equation.params)))
-    return total
 
 
 def test_table_gradient_sums_over_tokens_in_float32():

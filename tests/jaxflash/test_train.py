@@ -276,6 +276,6 @@ def test_golden_curve(optimised):
     np.testing.assert_allclose(run.curve()[1], golden["loss"], rtol=1e-3)
 
 
-if __name__ == "__main__":  # PYTHONPATH=. python tests/jaxflash/test_train.py writes the golden curve
+if __name__ == "__main__":  # python -m tests.jaxflash.test_train writes the golden curve
     steps, losses = train(train_preset("tiny", steps=50, batch_size=2, eval_batches=1, mesh={"data": 1})).curve()
     GOLDEN.write_text(json.dumps({"step": steps, "loss": [round(x, 6) for x in losses]}) + "\n")

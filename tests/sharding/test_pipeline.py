@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from sharding import pipeline
@@ -13,6 +12,7 @@ from sharding.lookup import take_rows
 from sharding.mesh import make_mesh
 from sharding.rules import constrain, fitted, shardings, spec
 from sharding.schedule import make_schedule
+from tests.equations import equations
 
 V, D, F, B, T = 16, 16, 8, 4, 6
 AXES = {"up": ("layer", "embed", "mlp"), "down": ("layer", "mlp", "embed"), "bias": ("layer", "mlp")}
@@ -70,7 +70,7 @@ def by_stages(mesh, schedule, n_layers, *, forward=True):
     def run(params, shared, batch):
         chunks = deal(schedule, params, specs)
         by_chunks, by_shared, sums = pipeline.gradients(schedule, model, chunks, shared, batch)
-        by_layers = collect(schedule, by_chunks, specs, n_layers)
+        by_layers = collect(by_chunks, specs, n_layers)
         alone = pipeline.loss_sum(schedule, model, chunks, shared, batch) if forward else None
         return sums, (by_layers, by_shared), alone
 
@@ -123,22 +123,15 @@ def test_stages_equal_the_loop(name, chunks, axes, n_layers, microbatches):
         assert largest > 0 and np.abs(a - b).max() <= 1e-12 * largest, path
 
 
-def loops(jaxpr):
-    """Every scan in it, however deep."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from loops(inner)
-
-
 def test_no_loop_over_layers_stacks_what_it_finds():
     """Of a stack that a loop returns XLA clears and copies as much again: a tenth of a step (ARCHITECTURE's log)."""
     schedule = make_schedule("interleaved", stages=2, microbatches=4, chunks=2)
     mesh = make_mesh({"stage": 2})
     with jax.set_mesh(mesh):
         traced = by_stages(mesh, schedule, 8).trace(*parameters(8), batch(4))
-    over_layers = [loop for loop in loops(traced.jaxpr.jaxpr) if loop.params["length"] == schedule.capacity(8)]
+    over_layers = [
+        loop for loop in equations(traced.jaxpr.jaxpr, "scan") if loop.params["length"] == schedule.capacity(8)
+    ]
     assert len(over_layers) == 3  # forward, backward, and of the loss alone
     for loop in over_layers:
         assert [x.aval.shape for x in loop.outvars] == [x.shape for x in loop.params["jaxpr"].out_avals]

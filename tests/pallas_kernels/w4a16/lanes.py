@@ -1,6 +1,6 @@
-"""The 128 threads of a warpgroup in NumPy: runs what an inline function of pallas_kernels/mosaic_int4.py emits.
+"""The 128 threads of a warpgroup in NumPy: runs what inline functions of pallas_kernels/mosaic_int4*.py emit.
 
-The interpreter runs its stand-in; here every emitted operation is carried out for each lane, by the PTX manual's
+The interpreter runs their stand-ins; here every emitted operation is carried out for each lane, by the PTX manual's
 description of the fragments of ldmatrix and mma.sync and of 128-byte swizzled shared memory. One flat memory of bytes;
 a pointer is an address of each lane.
 """
@@ -8,7 +8,7 @@ a pointer is an address of each lane.
 import re
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,9 +17,10 @@ import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu
 
-from pallas_kernels import mosaic_int4
+from pallas_kernels import mosaic_int4, mosaic_int4_operands, mosaic_int4_sums, mosaic_lanes
 
 LANES = np.arange(128)
+_EMITTING = (mosaic_int4, mosaic_int4_operands, mosaic_int4_sums, mosaic_lanes)
 _DTYPES: dict[Any, Any] = {"i8": np.uint8, "i16": np.uint16, "i32": np.uint32, "f32": np.float32}
 _FLOATS = {"bf16": jnp.bfloat16, "f16": np.float16}
 
@@ -185,7 +186,7 @@ def _asm(memory: Memory, text: str, operands: list[Any]) -> Any:
 
 @contextmanager
 def warpgroup(memory: Memory) -> Iterator[None]:
-    """Calls of mosaic_int4's functions run here, on Fragments and on refs of `memory`."""
+    """Calls of these modules' functions run here, on Fragments and on refs of `memory`."""
 
     def constant(value: Any, kind: Any) -> Any:
         return np.float32(value) if kind == "f32" else np.int64(value)
@@ -276,5 +277,8 @@ def warpgroup(memory: Memory) -> Iterator[None]:
             inline_mgpu=inline_mgpu, RefType=lambda *_: None, ShapeDtypeStruct=lambda *_, **__: None
         ),
     }
-    with mock.patch.multiple(mosaic_int4, **fakes):
+    with ExitStack() as patched:
+        for module in _EMITTING:
+            used = {name: fake for name, fake in fakes.items() if hasattr(module, name)}
+            patched.enter_context(mock.patch.multiple(module, **used))
         yield

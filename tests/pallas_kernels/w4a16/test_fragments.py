@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import mosaic_int4
-from pallas_kernels.mosaic_int4 import PITCH, Step
+from pallas_kernels import mosaic_int4, mosaic_int4_plain, mosaic_int4_sums
+from pallas_kernels.mosaic_int4_step import Step
+from pallas_kernels.mosaic_int4_sums import PITCH
 from pallas_kernels.w4a16 import layout
 from tests.pallas_kernels.w4a16 import lanes
 
@@ -42,7 +43,7 @@ def test_products(rows, tokens, group, depth, zeros, dtypes, blocks):
         accs = [lanes.fragment(one) for one in acc]
         out = mosaic_int4.multiply_add(step, accs, words_refs, scales_refs, zeros_refs, x_ref)
     for n in range(blocks):
-        plain = mosaic_int4._plain_multiply(step, acc[n], words[n], jnp.asarray(scales[n]), zero[n], jnp.asarray(x))
+        plain = mosaic_int4_plain.multiply_add(step, acc[n], words[n], jnp.asarray(scales[n]), zero[n], jnp.asarray(x))
         np.testing.assert_array_equal(lanes.array(out[n], np.float32), plain)
 
 
@@ -59,8 +60,8 @@ def test_sums(rows, tokens, dtype):
     with lanes.warpgroup(memory):
         for n, acc in enumerate(partial):
             one = lanes.types.SimpleNamespace(**vars(sums) | {"address": sums.address + n * sums.size // 3})
-            mosaic_int4.put_partial(lanes.fragment(acc), one)
-        mosaic_int4.store_sum(step, sums, out)
+            mosaic_int4_sums.put_partial(lanes.fragment(acc), one)
+        mosaic_int4_sums.store_sum(step, sums, out)
     np.testing.assert_array_equal(memory.read(sums)[:, :, :64], partial.swapaxes(1, 2))
     expected = partial.reshape(3, step.parts, rows, step.tokens).sum(axis=(0, 1)).T[:tokens]
     np.testing.assert_array_equal(memory.read(out), expected.astype(jnp.dtype(dtype)))
@@ -76,7 +77,7 @@ def test_dequantized_tiles(group: int, zeros: bool, dtypes: tuple[str, str]):
     scales = RNG.uniform(0.001, 0.1, (step.scale_rows, 64)).astype(jnp.dtype(dtypes[1]))
     zero = RNG.integers(0, 17, (step.scale_rows, 64), dtype=np.uint8) if zeros else None
     row = np.arange(64) * step.scale_rows // 64
-    whole = np.asarray(mosaic_int4._plain_codes(step, words)) - (
+    whole = np.asarray(mosaic_int4_plain.codes_by_column(step, words)) - (
         8 if zero is None else np.asarray(layout.zeros_by_column(jnp.asarray(zero)[None])[0]).astype(int)[row]
     )
     expected = (whole.astype(np.float32) * scales.astype(np.float32)[row]).astype(jnp.dtype(dtypes[0])).T

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.lax import Precision
 
 from pallas_kernels.w4a16 import api, layout, reference, tile
 from pallas_kernels.w4a16.cases import CASES, COLUMN, Case
 from pallas_kernels.w4a16.derivative import differentiable
+from tests.equations import equations
 from tests.quant import oracle
 from tests.tolerance import assert_close
 
@@ -69,7 +69,7 @@ def test_the_backward_pass_multiplies_in_the_operands_dtype():
     case = dataclasses.replace(CASE, dtype="bfloat16")
     spec, (x, *packed) = case.spec(), case.packed()
     _, pull = jax.vjp(lambda x: api.matmul(spec, x, *packed), x)
-    products = list(dots(jax.make_jaxpr(pull)(jnp.ones((3, 70), "bfloat16")).jaxpr))
+    products = list(equations(jax.make_jaxpr(pull)(jnp.ones((3, 70), "bfloat16")).jaxpr, "dot_general"))
     assert products and all(v.aval.dtype == jnp.bfloat16 for eqn in products for v in eqn.invars)
 
 
@@ -82,19 +82,11 @@ def test_float32_operands_are_multiplied_as_such(dtype, scale_dtype):
     spec, (x, *packed) = case.spec(), case.packed()
     full = (Precision.HIGHEST, Precision.HIGHEST)
     function = jax.make_jaxpr(jax.value_and_grad(lambda x: api.matmul(spec, x, *packed).sum()))
-    products = list(dots(function(x).jaxpr))
+    products = list(equations(function(x).jaxpr, "dot_general"))
     assert len(products) >= 2
     for eqn in products:
         assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype(spec.operand_dtype)}
         assert (eqn.params["precision"] == full) == (spec.operand_dtype == "float32")
-
-
-def dots(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from dots(inner)
 
 
 def test_gradients_of_scales():
