@@ -13,11 +13,16 @@ then y^T, of which W gives the rows, because a wgmma has 64 of these and as few 
 Whole tiles go to CTAs in turn; or (`even`) all steps of all tiles are one line, cut into equal runs, one for each CTA.
 Whoever has the first step of a tile adds up the sums that the following CTAs left in global memory, in order; they have
 begun with that tile, and finished long ago. That assumes that a grid of no more CTAs than SMs is resident at once.
+
+Or the CTAs of a cluster (`split`) have a tile together, each a run of its steps. They exchange their sums through shared
+memory, and each adds up and stores those of its share of the tile's columns, in the order of ranks: no counters in
+global memory, which an XLA program would have to clear before every call.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,13 +58,15 @@ class Config:
     """Tile sizes and schedule.
 
     A tile has 128 `blocks` rows by `columns`: of y, or, `swapped`, of y^T. `even` cuts the steps of all tiles into runs
-    of one length; otherwise whole tiles go to CTAs. `stages` steps are in flight, all of shared memory where None.
+    of one length; `split` CTAs, a cluster, cut the steps of each; otherwise whole tiles go to CTAs. `stages` steps are
+    in flight, all of shared memory where None.
     """
 
     swapped: bool = False
     blocks: int = 2
     columns: int = 128
     even: bool = False
+    split: int = 1
     stages: int | None = None
 
     def __post_init__(self):
@@ -70,6 +77,15 @@ class Config:
                 f"Config: {self.columns=} with {self.swapped=} - a tile of W is {BLOCK} columns wide, which share a "
                 "scale. Choose 128, or 16, 32, 64 or 128 swapped."
             )
+        if self.split not in (1, 2, 4, 8) or (self.split > 1 and (self.even or not self.swapped)):
+            raise ValueError(
+                f"Config: {self.split=} with {self.swapped=} and {self.even=} - a cluster has up to 8 CTAs, and tiles of "
+                "few rows of x are split, one way. Choose 1, or 2, 4 or 8 swapped and not even."
+            )
+        if self.split > 1 and self.columns < 8 * self.split:
+            raise ValueError(
+                f"Config: {self.columns=} with {self.split=} - each CTA stores eight rows of y or more. Split less."
+            )
         if self.stages is not None and not _FEWEST_STAGES <= self.stages <= _MOST_STAGES:
             raise ValueError(
                 f"Config: {self.stages=} - one is read while one is loaded. Give {_FEWEST_STAGES} to {_MOST_STAGES}."
@@ -79,6 +95,11 @@ class Config:
     def rows(self) -> int:
         """Rows of a tile."""
         return 64 * self.blocks * _WARPGROUPS
+
+    @property
+    def share(self) -> int:
+        """Columns of a tile that a CTA stores."""
+        return self.columns // self.split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +149,8 @@ class _Kernel:
 
     @property
     def ctas(self) -> int:
+        if self.config.split > 1:
+            return self.tiles * self.config.split
         return min(self.cores, self.all_steps if self.config.even else self.tiles)
 
     @property
@@ -162,23 +185,33 @@ class _Kernel:
     @property
     def out_rows(self) -> int:
         """Rows of y that leave through shared memory at a time."""
-        return min(_OUT, self.config.columns) if self.config.swapped else 64
+        return min(_OUT, self.config.share) if self.config.swapped else 64
 
     @property
     def out_bytes(self) -> int:
         return _WARPGROUPS * self.out_rows * _OUT * 2
 
     @property
+    def exchanged_shape(self) -> tuple[int, ...]:
+        """Sums that the CTAs of a cluster send each other, by the rank that they come from."""
+        return self.config.split, _WARPGROUPS, self.config.blocks, 64, self.config.share
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory besides the rings'."""
+        return self.out_bytes + (4 * math.prod(self.exchanged_shape) if self.config.split > 1 else 0)
+
+    @property
     def stages(self) -> int:
         """As many as fit, if the configuration does not say."""
-        fitting = (SMEM_LIMIT - _RESERVED - self.out_bytes) // self.stage_bytes
+        fitting = (SMEM_LIMIT - _RESERVED - self.fixed_bytes) // self.stage_bytes
         return self.config.stages or max(_FEWEST_STAGES, min(fitting, _MOST_STAGES))
 
 
 def smem_bytes(spec: Fp8Spec, config: Config) -> int:
-    """Shared memory of the rings and of the output; barriers and rounding add less than 8 KiB."""
+    """Shared memory of the rings, of exchanged sums and of the output; barriers and rounding add less than 8 KiB."""
     kernel = _Kernel(spec=spec, config=config, cores=1)
-    return kernel.stages * kernel.stage_bytes + kernel.out_bytes
+    return kernel.stages * kernel.stage_bytes + kernel.fixed_bytes
 
 
 def candidates(spec: Fp8Spec, device: Device) -> list[Config]:
@@ -188,6 +221,11 @@ def candidates(spec: Fp8Spec, device: Device) -> list[Config]:
         narrow = next((columns for columns in (16, 32, 64) if spec.M <= columns), 128)
         swapped = Config(swapped=True, columns=narrow, blocks=1)
         every += [dataclasses.replace(swapped, even=even, blocks=b) for b in (1, 2) for even in (True, False)]
+        for b in (1, 2):
+            tiles = pl.cdiv(spec.M, narrow) * pl.cdiv(spec.N, 128 * b)
+            splits = [n for n in (2, 4, 8) if 8 * n <= narrow and n <= spec.k_blocks and tiles * n <= _cores(device)]
+            # Those that use the most SMs; of large clusters fewer may be resident at once, so also the next smaller.
+            every += [dataclasses.replace(swapped, blocks=b, split=n) for n in splits[-2:]]
     if spec.M > 64:
         every += [Config(blocks=b, even=even) for even in (False, True) for b in (2, 1)]
     return [config for config in dict.fromkeys(every) if _fits(spec, config, device) is None]
@@ -279,6 +317,9 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         "rest": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
     }
+    if config.split > 1:
+        smem["sums"] = mosaic.swizzled(kernel.exchanged_shape, f32)
+        smem["came"] = plgpu.Barrier(num_arrivals=config.split * config.blocks, num_barriers=_WARPGROUPS)
     names = tuple(smem)
     y = jax.ShapeDtypeStruct((operands["x"].shape[0], operands["w"].shape[0]), jnp.bfloat16)
     inputs, outputs = [*operands], {"out": y}
@@ -294,8 +335,9 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         body,
         out_type=tuple(outputs.values()),
         scratch_types=list(smem.values()),
-        grid=(kernel.ctas,),
+        grid=(kernel.ctas // config.split,),
         grid_names=("cta",),
+        **({"cluster": (config.split,), "cluster_names": ("rank",)} if config.split > 1 else {}),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -353,6 +395,13 @@ def _over_runs(kernel: _Kernel, one: Callable[[_Run], None]) -> Any:
 
     def tile_of(index):
         return lax.rem(index, i32(kernel.token_tiles)), lax.div(index, i32(kernel.token_tiles))
+
+    if kernel.config.split > 1:
+        rank, split = lax.axis_index("rank"), i32(kernel.config.split)
+        token, feature = tile_of(cta)
+        start, stop = (lax.div(r * steps, split) for r in (rank, rank + 1))
+        one(_Run(token * kernel.tokens, feature * kernel.features, start, stop, 0 * start, cta))
+        return stop - start
 
     if kernel.config.even:
         first, end = (_first_step(kernel, c) for c in (cta, cta + 1))
@@ -459,6 +508,10 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
     zero = plgpu.layout_cast(jnp.zeros(shape, f32), mosaic.Layout.WGMMA)
     first = lax.rem(run.taken, i32(kernel.stages))
     _, sums = lax.fori_loop(run.start, run.stop, one_step, (first, [zero] * config.blocks))
+    if config.split > 1:
+        token = run.token + lax.axis_index("rank") * config.share
+        _store(kernel, gmem, smem, dataclasses.replace(run, token=token), _exchange(kernel, smem, sums))
+        return
     if not config.even:
         _store(kernel, gmem, smem, run, sums)
         return
@@ -475,6 +528,23 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
 def _row(block: int) -> Any:
     """The first row, in its tile, of a block of this warpgroup's."""
     return (block * _WARPGROUPS + lax.axis_index("warpgroup")) * 64
+
+
+def _exchange(kernel: _Kernel, smem: dict[str, Any], sums: list[Any]) -> list[Any]:
+    """This CTA's share of the sums of all CTAs of the cluster. Their own share they send themselves, as the others'."""
+    rank, w, split = lax.axis_index("rank"), lax.axis_index("warpgroup"), kernel.config.split
+    came = smem["came"].at[w]
+    for block, total in enumerate(sums):
+        for other, part in enumerate(mosaic.columns_of(total, kernel.config.share)):
+            target = smem["sums"].at[rank, w, block]
+            plgpu.async_store_smem(part, target, came, cluster_idx=i32(other), cluster_dim="rank", optimized=False)
+    plgpu.barrier_wait(came)
+
+    def of(source: int, block: int) -> Any:
+        part = smem["sums"].at[source, w, block]
+        return plgpu.load(part, layout=mosaic.Layout.WGMMA, optimized=False)
+
+    return [functools.reduce(operator.add, [of(n, block) for n in range(split)]) for block in range(len(sums))]
 
 
 def _leave(gmem: dict[str, Any], sums: list[Any]) -> None:
@@ -503,7 +573,7 @@ def _collect(kernel: _Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) 
 
 def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run, sums: list[Any]) -> None:
     """A warpgroup's blocks of a tile to memory; TMA leaves out rows of x past M."""
-    config, shape = kernel.config, (64, kernel.config.columns)
+    config, shape = kernel.config, (64, kernel.config.share)
     w = lax.axis_index("warpgroup")
     staging = smem["out"].at[w]
     width = kernel.out_rows if config.swapped else _OUT

@@ -79,6 +79,21 @@ def test_even_runs(case, config, cores):
     check(case, config, cores=cores, together=True)
 
 
+@pytest.mark.parametrize(
+    "case, config",
+    quick(
+        1,
+        (Case(M=13, K=700, N=130), Config(swapped=True, columns=16, blocks=1, split=2)),
+        (Case(M=40, K=300, N=300), Config(swapped=True, columns=64, blocks=2, split=4, stages=2)),
+        (Case(M=70, K=130, N=100, scaling="row"), Config(swapped=True, columns=64, blocks=1, split=4)),
+    ),
+    ids=str,
+)
+def test_clusters(case, config):
+    """CTAs with fewer steps than others, or none; several blocks, several tiles, scales in the epilogue."""
+    check(case, config, cores=None)
+
+
 @pytest.mark.parametrize("shape", quick(1, ((70, 300),), ((1, 1),), ((64, 1024),)), ids=str)
 def test_activations_are_rounded_as_by_the_plain_path(shape):
     rng = np.random.default_rng(0)
@@ -120,6 +135,7 @@ def test_some_candidates_lower():
     spec = Fp8Spec(M=300, K=300, N=200, scaling="block", dtype="bfloat16")
     lower(spec, Config())
     lower(spec, Config(swapped=True, columns=16, blocks=1, even=True))
+    lower(spec, Config(swapped=True, columns=16, blocks=1, split=2))
 
 
 def test_rounding_lowers():
@@ -155,6 +171,9 @@ def test_what_cannot_run_is_told_before_any_work():
         ({"blocks": 3}, "blocks"),
         ({"columns": 64}, "columns"),
         ({"columns": 256, "swapped": True}, "columns"),
+        ({"split": 2}, "split"),
+        ({"split": 2, "swapped": True, "even": True}, "split"),
+        ({"split": 4, "swapped": True, "columns": 16}, "columns"),
         ({"stages": 1}, "stages"),
         ({"stages": 17}, "stages"),
     ],
