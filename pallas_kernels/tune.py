@@ -198,7 +198,9 @@ def tune(
                 errors.append(f"{problem.name}, {config}: {result}")
                 continue
             times[problem][config] = result
-            print(f"{problem.name:32} {problem.tflops(result):6.1f} TFLOP/s  {config}", flush=True)
+            print(
+                f"{problem.name:32} {problem.tflops(result):6.1f} TFLOP/s {1e3 * result:9.1f} us  {config}", flush=True
+            )
 
     time_all([(problem, config) for problem in chosen for config in problem.candidates])
     shares = []

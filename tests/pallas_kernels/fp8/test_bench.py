@@ -37,11 +37,11 @@ def test_what_is_timed_is_cold_distinct_and_what_a_call_runs(monkeypatch):
     for cell in every:
         (hopper, *_) = jobs = bench_fp8.jobs(cell)
         assert hopper == (cell, "hopper", hopper_config.config_of(cell.spec("block"), H200))
-        for job in jobs if cell.M == 64 else jobs[:1]:
+        for job in jobs if cell.M == 64 else ():
             assert bench_fp8.run(job)["us"] == 2.0
             _, calls = given.pop()
             assert len({tuple(map(id, call)) for call in calls}) == len(calls), job
-            if cell.M <= 512 and not job[1].startswith("quantize"):
+            if not job[1].startswith("quantize"):
                 weight = jax.tree.leaves(jax.eval_shape(calls[0][1]))
                 bytes_of_one = sum(a.size * a.dtype.itemsize for a in weight)
                 assert len({id(call[1]) for call in calls}) * bytes_of_one >= 200e6, job
