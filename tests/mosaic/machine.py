@@ -239,6 +239,8 @@ def store_to_peer(token, mesh_location, thread, ref, transforms, value, barrier,
     key, barrier = (replace(k, block_id=k.block_id + int(blocks)) for k in map(Key.from_array, (ref, barrier)))
     with watch().waiting(thread, f"shared memory of another CTA than {_cta(mesh_location)}, {place(source_info)}"):
         while not {key, barrier} <= shared_memory.mem.keys():  # that CTA has not begun; the hardware's all have
+            if key.block_id in _of_memory(shared_memory, "ended", set):
+                raise ValueError(f"CTA {_cta(mesh_location)} stores into the shared memory of one that has ended")
             shared_memory.check_failed()
             time.sleep(0.01)
     access = _access(shared_memory, key, transforms)
@@ -371,6 +373,7 @@ def cluster_ended(shared_memory: Any) -> None:
 
 
 def thread_ended(shared_memory: Any, thread: Any) -> None:
+    _of_memory(shared_memory, "ended", set).add(thread.block_id)
     if not shared_memory.detect_races:
         return
     if _in_flight(shared_memory, thread):
