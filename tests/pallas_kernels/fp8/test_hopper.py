@@ -83,6 +83,7 @@ def test_even_runs(case, config, cores):
     "case, config",
     quick(
         1,
+        (Case(M=13, K=300, N=100), Config(swapped=True, columns=16, blocks=1, split=2)),
         (Case(M=13, K=700, N=130), Config(swapped=True, columns=16, blocks=1, split=2)),
         (Case(M=40, K=300, N=300), Config(swapped=True, columns=64, blocks=2, split=4, stages=2)),
         (Case(M=70, K=130, N=100, scaling="row"), Config(swapped=True, columns=64, blocks=1, split=4)),
