@@ -11,7 +11,7 @@ Embedding table, head, norms (but for folded scales) and biases stay as they are
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from quant.grid import Codes
 from quant.lora import LoraTensor
 from quant.observe import Statistics
 from quant.recipe import STORED_BITS, Fp8Recipe, Recipe
-from quant.report import Report, measure, objective
+from quant.report import Report, measure, objective, relative_error
 from quant.rtn import nearest_codes, nearest_stored
 from quant.tensor import Int4Tensor
 from sharding.names import did_you_mean
@@ -92,7 +92,8 @@ def quantize(
         codes of GPTQ for weights scaled by AWQ. None: "rtn" without batches, else "gptq".
       order, damping, mse: of GPTQ, see `quant.gptq`; the paper's are "none" or "activation", 0.01 and False.
       folder: where finished blocks are kept. A later call with the same arguments goes on from there, to the same bits.
-      on_record: called for every linear with its block, its name, and its `quant.report.Report` as a dict.
+      on_record: called for every linear with its block, its name, its shape, and its `quant.report.Report` as a dict,
+        or, of FP8, the error |W - Q| / |W|. Not without batches in 4 bits.
       quiet: no progress bar.
 
     Returns:
@@ -109,7 +110,10 @@ def quantize(
             raise ValueError(f"{_OP}: {method=} of FP8 - weights are rounded to nearest. Leave method and batches out.")
         dense = flatten_dict(model.params["blocks"], sep="/")
         _check_dense(dense, Method(scale=True))  # all are, or none
-        return _with_blocks(model, _rounded(dense, functools.partial(quantize_fp8, scaling=recipe.scaling)))
+        blocks = _rounded(dense, functools.partial(quantize_fp8, scaling=recipe.scaling))
+        for record in _errors(dense, blocks) if on_record is not None else ():
+            on_record(record)  # pyright: ignore[reportOptionalCall]
+        return _with_blocks(model, blocks)
     recipe = Recipe() if recipe is None else recipe
     method = check_method(method, order, damping, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
@@ -272,6 +276,16 @@ def _rounded(dense: BlockParams, one_stack: Callable[[Any], Any]) -> BlockParams
             raise ValueError(f"{_OP}: blocks/{name}: {error}") from error
 
     return {name: one(name, leaf) for name, leaf in dense.items()}
+
+
+def _errors(dense: BlockParams, blocks: BlockParams) -> Iterator[dict[str, Any]]:
+    """A record of every linear of every block: how far its FP8 weight is from the dense one."""
+    names = [name for name, leaf in blocks.items() if isinstance(leaf, Fp8Tensor)]
+    errors = {name: np.asarray(relative_error(dense[name], blocks[name])) for name in names}
+    for layer in range(len(errors[names[0]])):
+        for name in names:
+            facts = {"shape": list(blocks[name].shape), "error": float(errors[name][layer])}
+            yield {"block": layer, "linear": name.rpartition("/")[0], **facts}
 
 
 def _with_blocks(model: LanguageModel, blocks: BlockParams, bits: int = STORED_BITS) -> LanguageModel:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxflash.atomic import write_atomically
-from quant.recipe import Recipe
+from quant.recipe import Fp8Recipe, Recipe
 
 REPORT = "quantization_report.json"
 
@@ -20,7 +20,7 @@ def gain(record: dict[str, Any]) -> float:
     return record["objective"] / record["rtn"] if record["rtn"] else 1.0
 
 
-def write_report(folder: Path, records: Sequence[dict[str, Any]], recipe: Recipe, **settings: Any) -> None:
+def write_report(folder: Path, records: Sequence[dict[str, Any]], recipe: Recipe | Fp8Recipe, **settings: Any) -> None:
     """`quantization_report.json` in `folder`: the recipe, the settings, and the records that `quantize` gave."""
     content = {"recipe": dataclasses.asdict(recipe), **settings, "linears": list(records)}
     write_atomically(folder / REPORT, json.dumps(content, indent=1))
@@ -29,10 +29,7 @@ def write_report(folder: Path, records: Sequence[dict[str, Any]], recipe: Recipe
 def summary(records: Sequence[dict[str, Any]]) -> Table:
     """A row for each kind of linear, over all blocks."""
     table = Table("linear", "shape", "error, of nearest codes'", "worst", "columns kept nearest", "clipped", "damping")
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        kinds.setdefault(record["linear"], []).append(record)
-    for name, kind in kinds.items():
+    for name, kind in _by_linear(records).items():
         gains = [gain(record) for record in kind]
         worst = max(range(len(kind)), key=gains.__getitem__)
         columns = sum(record["fallback"] for record in kind) / (len(kind) * kind[0]["shape"][1])
@@ -47,3 +44,21 @@ def summary(records: Sequence[dict[str, Any]]) -> Table:
             "none solved" if all(map(math.isnan, dampings)) else f"{max(dampings):.2g}",
         )
     return table
+
+
+def fp8_summary(records: Sequence[dict[str, Any]]) -> Table:
+    """The same of weights in 8-bit floats: |W - Q| / |W|, whose mean over blocks is that of squares."""
+    table = Table("linear", "shape", "error of the weights", "worst")
+    for name, kind in _by_linear(records).items():
+        worst = max(kind, key=lambda record: record["error"])
+        mean = math.sqrt(sum(record["error"] ** 2 for record in kind) / len(kind))
+        shape = " x ".join(map(str, kind[0]["shape"]))
+        table.add_row(name, shape, f"{mean:.2%}", f"{worst['error']:.2%} (block {worst['block']})")
+    return table
+
+
+def _by_linear(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        kinds.setdefault(record["linear"], []).append(record)
+    return kinds

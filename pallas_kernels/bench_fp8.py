@@ -1,15 +1,19 @@
 """Times products of 8-bit operands beside XLA's own with one scale a tensor, and beside bfloat16, on the GPU at hand.
 
-    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m pallas_kernels.bench_fp8 [--only PART] \\
-        --out notebooks/results/fp8_matmul_h200.jsonl
+    XLA_FLAGS="--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_command_buffer=+CUSTOM_CALL,+CUBLAS,+CUBLASLT \\
+        --xla_gpu_graph_min_graph_size=1" XLA_PYTHON_CLIENT_PREALLOCATE=false \\
+        python -m pallas_kernels.bench_fp8 --workers 12 [--only PART] --out notebooks/results/fp8_matmul_h200.jsonl
 
 A figure is the time of a chain of calls in one program, over weights of more than the L2 cache holds where rows are
-few, divided by the calls; the sum of the kernels' times by CUPTI stands beside it. Operands are rounded before; rows
-"quantize" time that. Without Triton XLA's autotuner is a matter of seconds; cuBLASLt is the faster of the two here.
+few, divided by the calls; the sum of the kernels' times by CUPTI stands beside it. "hopper" runs what a call runs
+(tuned.json), on operands rounded before, scales as the kernel that rounds leaves them; "w8a8" rounds bfloat16
+activations, too, and "quantize" does nothing else. Without Triton XLA's autotuner is a matter of seconds; cuBLASLt is
+the faster of the two here.
 """
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import current_device
-from pallas_kernels.fp8 import hopper, hopper_quantize, native, tile
+from pallas_kernels.fp8 import hopper, hopper_config, hopper_quantize, native, tile
+from pallas_kernels.fp8.hopper_config import Config
 from pallas_kernels.fp8.spec import E4M3, Fp8Spec, w_block, x_block
 from pallas_kernels.timing import arguments, chained, each, has_gpu, record, setting
 
@@ -29,9 +34,7 @@ SHAPES = {
     "7168x16384": (16384, 7168), "4096x7168": (7168, 4096), "24576x1536": (1536, 24576), "2112x7168": (7168, 2112),
     "1B up": (2048, 8192), "8B up": (4096, 14336),
 }  # fmt: skip
-CELLS = [(4096, "7168x16384"), (64, "7168x16384"), (1, "7168x16384"), (16, "7168x16384"), (128, "7168x16384")]
-CELLS += [(M, shape) for M in (4096, 64) for shape in ("4096x7168", "24576x1536", "2112x7168")]
-CELLS += [(32768, "1B up"), (32768, "8B up")]
+ROWS = (64, 16, 4096, 256)
 COLD = 220_000_000  # bytes of weights, four times the L2 cache
 
 
@@ -52,16 +55,22 @@ class Cell:
         return Fp8Spec(M=self.M, K=K, N=N, scaling=scaling, dtype="bfloat16", power_of_two=power)
 
 
-Job = tuple[Cell, str, hopper.Config | None]
+Job = tuple[Cell, str, Config | None]
+
+
+def cells() -> list[Cell]:
+    """Those with a goal first; then all shapes, and more rows, and fewer."""
+    first = [(64, "7168x16384"), (4096, "7168x16384")]
+    more = [(32768, "1B up"), (32768, "8B up"), (1, "7168x16384"), (128, "7168x16384")]
+    every = dict.fromkeys([*first, *itertools.product(ROWS, SHAPES), *more])
+    return [Cell(M=M, shape=shape) for M, shape in every]
 
 
 def jobs(cell: Cell) -> list[Job]:
-    """(cell, implementation, configuration) of what is timed for a cell, the kernel's default first."""
-    configs = hopper.candidates(cell.spec("block"), current_device())
-    peers = ["bf16", "xla_fp8", "quantize", "quantize_xla"]
-    return [(cell, "hopper", configs[0]), *((cell, peer, None) for peer in peers)] + [
-        (cell, "hopper", config) for config in configs[1:]
-    ]
+    """(cell, implementation, configuration) of what is timed for a cell."""
+    peers = ["xla_fp8", "bf16", "w8a8"] + (["quantize", "quantize_xla"] if cell.shape == "7168x16384" else [])
+    config = hopper_config.config_of(cell.spec("block"), current_device())
+    return [(cell, "hopper", config), *((cell, peer, None) for peer in peers)]
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -75,20 +84,22 @@ def run(job: Job) -> dict[str, Any]:
         copies = calls
     x, w = (spec.M, spec.K), (spec.N, spec.K)
 
+    def plain(seed: int, shape: tuple[int, int]) -> list[Any]:
+        return [functools.partial(jax.random.normal, jax.random.key(seed), shape, jnp.bfloat16)]
+
     def rounded(seed: int, shape: tuple[int, int], block: tuple[int, int]) -> list[Any]:
         @jax.jit
         def make() -> Any:
-            values = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-            return tile.quantize(values, block, E4M3, power_of_two=spec.power_of_two)
+            (values,) = (one() for one in plain(seed, shape))
+            codes, scales = tile.quantize(values, block, E4M3, power_of_two=spec.power_of_two)
+            # Of activations, as `hopper_quantize` writes them, so that no transpose is timed that no call has.
+            return codes, scales.T if name == "hopper" and seed >= 0 else scales
 
         return [make]
 
-    if name in ("bf16", "quantize", "quantize_xla"):
-        xs = [[functools.partial(jax.random.normal, jax.random.key(n), x, jnp.bfloat16)] for n in range(calls)]
-        ws = [[functools.partial(jax.random.normal, jax.random.key(-1 - n), w, jnp.bfloat16)] for n in range(copies)]
-    else:
-        xs = [rounded(n, x, x_block(spec.scaling, x)) for n in range(calls)]
-        ws = [rounded(-1 - n, w, w_block(spec.scaling, w)) for n in range(copies)]
+    of_x = name in ("bf16", "w8a8", "quantize", "quantize_xla")
+    xs = [plain(n, x) if of_x else rounded(n, x, x_block(spec.scaling, x)) for n in range(calls)]
+    ws = [plain(-1 - n, w) if name == "bf16" else rounded(-1 - n, w, w_block(spec.scaling, w)) for n in range(copies)]
     ws = [[]] if name.startswith("quantize") else ws
     chain = chained(_function(spec, name, config), [a + ws[n % len(ws)] for n, a in enumerate(xs)], rounds=rounds)
     read = {"bf16": 2 * spec.N * spec.K, "quantize": 3 * spec.M * spec.K, "quantize_xla": 3 * spec.M * spec.K}
@@ -100,12 +111,13 @@ def run(job: Job) -> dict[str, Any]:
     } | ({} if name.startswith("quantize") else {"tflops": round(spec.flops() / chain.cupti_us / 1e6, 1)})
 
 
-def _function(spec: Fp8Spec, name: str, config: hopper.Config | None) -> Callable[..., Any]:
+def _function(spec: Fp8Spec, name: str, config: Config | None) -> Callable[..., Any]:
     device = current_device()
     return {
         "bf16": lambda x, w: x @ w.T,
         "xla_fp8": lambda x, w: native.matmul(spec, *x, *w),
-        "hopper": lambda x, w: hopper.matmul(spec, *x, *w, config=config, device=device),
+        "hopper": lambda x, w: hopper.matmul(spec, x[0], x[1].T, *w, config=config, device=device),
+        "w8a8": lambda x, w: hopper.matmul(spec, *hopper_quantize.quantize(x, E4M3), *w, config=config, device=device),
         "quantize": lambda x: hopper_quantize.quantize(x, E4M3)[0],
         "quantize_xla": lambda x: tile.quantize(x, (1, 128), E4M3)[0],
     }[name]
@@ -128,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     if not has_gpu():
         return 2
     shared = setting("pallas_kernels.bench_fp8", argv, args.commit)
-    chosen = [cell for M, shape in CELLS if args.only in (cell := Cell(M=M, shape=shape)).name]
+    chosen = [cell for cell in cells() if args.only in cell.name]
     return int(record(rows(chosen, workers=args.workers, seconds=args.seconds), shared, args.out) > 0)
 
 

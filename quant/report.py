@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
+from quant.fp8 import Fp8Tensor
 from quant.grid import Codes, as_codes
 from quant.observe import Statistics
 from quant.tensor import Int4Tensor
@@ -64,6 +65,20 @@ def objective(weight: ArrayLike, quantised: ArrayLike | Int4Tensor | Codes, stat
     dtype = jnp.result_type(jnp.asarray(weight), statistics.gram)
     delta = jnp.asarray(weight, dtype) - value.astype(dtype)
     return column_objectives(delta, statistics.gram.astype(dtype)).sum()
+
+
+@jax.jit
+def relative_error(weights: Float[Array, "layers k n"], quantised: Fp8Tensor) -> Float[Array, " layers"]:
+    """|W - Q| / |W| of every weight of a stack, norms of Frobenius in float32; 0 of one that is all 0."""
+
+    def one(pair: tuple[Array, Fp8Tensor]) -> Array:
+        weight, value = pair[0].astype(jnp.float32), pair[1].dequantize()
+        largest = jnp.abs(weight).max()  # squares of tiny weights would be 0, and of huge ones infinite
+        unit = jnp.where(largest > 0, largest, 1)
+        error, size = (jnp.sqrt(jnp.sum(jnp.square(a / unit))) for a in (weight - value, weight))
+        return jnp.where(largest > 0, error / jnp.where(size > 0, size, 1), 0)
+
+    return jax.lax.map(one, (weights, quantised))
 
 
 def measure(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.fp8 import hopper, hopper_quantize, native, partition, reference, tile
+from pallas_kernels.fp8 import hopper, hopper_config, hopper_quantize, native, partition, reference, tile
 from pallas_kernels.fp8.derivative import straight_through, trained
 from pallas_kernels.fp8.spec import E4M3, Fp8Spec, make_spec, x_block
 
@@ -23,7 +23,7 @@ HOPPER = Implementation(
     name="hopper",
     why_not=hopper.why_not,
     forward=partition.product(_on_hopper),
-    describe=lambda spec, device: str(hopper.default(spec, device)),
+    describe=lambda spec, device: str(hopper_config.config_of(spec, device)),
 )
 NATIVE = Implementation(name="xla_fp8", why_not=native.why_not, forward=native.matmul)
 XLA = Implementation(name="xla", why_not=reference.why_not, forward=reference.matmul)

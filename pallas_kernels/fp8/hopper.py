@@ -13,11 +13,15 @@ then y^T, of which W gives the rows, because a wgmma has 64 of these and as few 
 Whole tiles go to CTAs in turn; or (`even`) all steps of all tiles are one line, cut into equal runs, one for each CTA.
 Whoever has the first step of a tile adds up the sums that the following CTAs left in global memory, in order; they have
 begun with that tile, and finished long ago. That assumes that a grid of no more CTAs than SMs is resident at once.
+
+Or the CTAs of a cluster (`split`) have a tile together, each a run of its steps. They exchange their sums through
+shared memory, and each adds up and stores those of its share of the tile's columns, in the order of ranks: no counters
+in global memory, which an XLA program has to clear before every call.
 """
 
 import dataclasses
 import functools
-import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,191 +36,22 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic, mosaic_int4
 from pallas_kernels.device import H200, Device
+from pallas_kernels.fp8.hopper_config import (
+    ALIGNED,
+    LEAST_BOX,
+    OUT,
+    WARPGROUPS,
+    Config,
+    Kernel,
+    config_of,
+    cores_of,
+    fits,
+)
 from pallas_kernels.fp8.spec import BLOCK, Fp8Spec
 
-SMEM_LIMIT = 227 * 1024  # bytes that a CTA may use on sm_90
-_RESERVED = 8 * 1024  # barriers, and what rounding each array up to 1 KiB adds
-_WARPGROUPS = 2  # that compute
 _REGISTERS = (232, 40)  # of a thread that computes and of one that loads; ptxas counts neither (a loader needs 29)
-_OUT = 64  # columns of y, or rows of y^T, that leave through shared memory at a time
-_FEWEST_STAGES = 2
-_MOST_STAGES = 16
-_LEAST_BOX = 32  # float32 values: TMA moves 128 bytes or more
-_ALIGNED = 4  # float32 values: 16 bytes
-
 
 i32, f32 = jnp.int32, jnp.float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Tile sizes and schedule.
-
-    A tile has 128 `blocks` rows by `columns`: of y, or, `swapped`, of y^T. `even` cuts the steps of all tiles into runs
-    of one length; otherwise whole tiles go to CTAs. `stages` steps are in flight, all of shared memory where None.
-    """
-
-    swapped: bool = False
-    blocks: int = 2
-    columns: int = 128
-    even: bool = False
-    stages: int | None = None
-
-    def __post_init__(self):
-        if self.blocks not in (1, 2):
-            raise ValueError(f"Config: {self.blocks=} - the sums exceed the registers. Choose 1 or 2.")
-        if self.columns not in ((16, 32, 64, 128) if self.swapped else (128,)):
-            raise ValueError(
-                f"Config: {self.columns=} with {self.swapped=} - a tile of W is {BLOCK} columns wide, which share a "
-                "scale. Choose 128, or 16, 32, 64 or 128 swapped."
-            )
-        if self.stages is not None and not _FEWEST_STAGES <= self.stages <= _MOST_STAGES:
-            raise ValueError(
-                f"Config: {self.stages=} - one is read while one is loaded. Give {_FEWEST_STAGES} to {_MOST_STAGES}."
-            )
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64 * self.blocks * _WARPGROUPS
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kernel:
-    """What the body knows at trace time. "Rows" and "columns" are those of a tile: of y, or of y^T where swapped."""
-
-    spec: Fp8Spec
-    config: Config
-    cores: int
-
-    @property
-    def by_block(self) -> bool:
-        return self.spec.scaling == "block"
-
-    @property
-    def tokens(self) -> int:
-        """Rows of x to a tile."""
-        return self.config.columns if self.config.swapped else self.config.rows
-
-    @property
-    def features(self) -> int:
-        """Rows of W to a tile."""
-        return self.config.rows if self.config.swapped else self.config.columns
-
-    @property
-    def token_tiles(self) -> int:
-        return max(1, pl.cdiv(self.spec.M, self.tokens))
-
-    @property
-    def feature_tiles(self) -> int:
-        return pl.cdiv(self.spec.N, self.features)
-
-    @property
-    def steps(self) -> int:
-        """Steps of a tile."""
-        return self.spec.k_blocks
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of all."""
-        return self.token_tiles * self.feature_tiles
-
-    @property
-    def all_steps(self) -> int:
-        """Where runs of steps go to CTAs."""
-        return self.tiles * self.steps
-
-    @property
-    def ctas(self) -> int:
-        return min(self.cores, self.all_steps if self.config.even else self.tiles)
-
-    @property
-    def scale_box(self) -> int:
-        """Scales of x to a step."""
-        return max(_LEAST_BOX, self.tokens)
-
-    @property
-    def sums_shape(self) -> tuple[int, ...]:
-        """Sums that a CTA leaves for the one before it."""
-        return self.ctas, _WARPGROUPS, self.config.blocks, 64, self.config.columns
-
-    def stage_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of one stage of every ring."""
-        shapes: dict[str, tuple[tuple[int, ...], str]] = {
-            "x": ((self.tokens, BLOCK), self.spec.x_dtype),
-            "w": ((self.features, BLOCK), self.spec.w_dtype),
-        }
-        if self.by_block:
-            shapes["x_scales"] = ((self.scale_box,), "float32")
-            shapes["w_scales"] = ((self.features // BLOCK, _LEAST_BOX), "float32")  # of which a step uses one
-        return shapes
-
-    def parts(self, name: str) -> int:
-        """Parts of 128 rows that an operand's stage comes in."""
-        return pl.cdiv(self.stage_shapes()[name][0][0], BLOCK)
-
-    @property
-    def stage_bytes(self) -> int:
-        return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in self.stage_shapes().values())
-
-    @property
-    def out_rows(self) -> int:
-        """Rows of y that leave through shared memory at a time."""
-        return min(_OUT, self.config.columns) if self.config.swapped else 64
-
-    @property
-    def out_bytes(self) -> int:
-        return _WARPGROUPS * self.out_rows * _OUT * 2
-
-    @property
-    def stages(self) -> int:
-        """As many as fit, if the configuration does not say."""
-        fitting = (SMEM_LIMIT - _RESERVED - self.out_bytes) // self.stage_bytes
-        return self.config.stages or max(_FEWEST_STAGES, min(fitting, _MOST_STAGES))
-
-
-def smem_bytes(spec: Fp8Spec, config: Config) -> int:
-    """Shared memory of the rings and of the output; barriers and rounding add less than 8 KiB."""
-    kernel = _Kernel(spec=spec, config=config, cores=1)
-    return kernel.stages * kernel.stage_bytes + kernel.out_bytes
-
-
-def candidates(spec: Fp8Spec, device: Device) -> list[Config]:
-    """Configurations worth timing, the default first."""
-    every = [default(spec, device)]
-    if spec.M <= 512:
-        narrow = next((columns for columns in (16, 32, 64) if spec.M <= columns), 128)
-        swapped = Config(swapped=True, columns=narrow, blocks=1)
-        every += [dataclasses.replace(swapped, even=even, blocks=b) for b in (1, 2) for even in (True, False)]
-    if spec.M > 64:
-        every += [Config(blocks=b, even=even) for even in (False, True) for b in (2, 1)]
-    return [config for config in dict.fromkeys(every) if _fits(spec, config, device) is None]
-
-
-def default(spec: Fp8Spec, device: Device) -> Config:
-    """Few rows: swapped, and even runs; many: whole tiles."""
-    known = device.num_cores is not None  # CTAs that wait for each other must all be resident
-    columns = next((columns for columns in (16, 32, 64) if spec.M <= columns), 128)
-    if spec.M <= 256:
-        return Config(swapped=True, columns=columns, blocks=1, even=known)
-    tiles = pl.cdiv(spec.M, 256) * pl.cdiv(spec.N, 128)
-    return Config(blocks=2) if tiles >= _cores(device) or not known else Config(blocks=1, even=True)
-
-
-def _cores(device: Device) -> int:
-    return device.num_cores or H200.num_cores or 1
-
-
-def _fits(spec: Fp8Spec, config: Config, device: Device) -> str | None:
-    """Why the call cannot run with the configuration."""
-    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
-    if (need := smem_bytes(spec, config)) > SMEM_LIMIT - _RESERVED:
-        return f"it needs {need} bytes of shared memory, and there are {SMEM_LIMIT - _RESERVED}"
-    if config.even and device.num_cores is None:
-        return f"CTAs wait for each other, and how many fit on {device} at a time is not known"
-    if config.even and kernel.all_steps * kernel.ctas >= 2**31:
-        return f"{kernel.all_steps} steps over {kernel.ctas} CTAs exceed the integers that they are counted in"
-    return None
 
 
 def why_not(spec: Fp8Spec, device: Device) -> str | None:
@@ -242,16 +77,16 @@ def matmul(
 
     Raises ValueError where the configuration cannot serve the call.
     """
-    config = config or default(spec, device)
-    if (reason := _fits(spec, config, device)) is not None:
+    config = config or config_of(spec, device)
+    if (reason := fits(spec, config, device)) is not None:
         raise ValueError(f"{spec.op}: {config=} for {spec!s} - {reason}. Choose one of `candidates`.")
-    kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
+    kernel = Kernel(spec=spec, config=config, cores=cores_of(device))
     # TMA fills up with zeros, but Mosaic wants whole tiles of 8 rows, and W's columns of y in whole blocks.
     x, w = (_padded(a, (multiple, BLOCK)) for a, multiple in ((x, 8), (w, BLOCK)))
     operands = {"x": x, "w": w}
     if kernel.by_block:
         operands["x_scales"] = _padded(x_scales.T, (1, kernel.scale_box))
-        operands["w_scales"] = _padded(w_scales, (1, _ALIGNED))
+        operands["w_scales"] = _padded(w_scales, (1, ALIGNED))
     else:
         scales = (jnp.broadcast_to(s, (n, 1))[:, 0] for s, n in ((x_scales, spec.M), (w_scales, spec.N)))
         whole = (kernel.token_tiles * kernel.tokens, kernel.feature_tiles * kernel.features)
@@ -266,7 +101,7 @@ def _padded(x: Array, multiples: tuple[int, int]) -> Array:
     return jnp.pad(x, pads) if any(map(any, pads)) else x
 
 
-def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
+def _call(kernel: Kernel, operands: dict[str, Array]) -> Array:
     """Launches the kernel: y (M in whole tiles of 8, N')."""
     config, stages, shapes = kernel.config, kernel.stages, kernel.stage_shapes()
     smem: dict[str, Any] = {}
@@ -274,11 +109,14 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         make = plgpu.SMEM if name.endswith("scales") else mosaic.swizzled
         smem[name] = make((stages, *shape), jnp.dtype(dtype))
     smem |= {
-        "out": mosaic.swizzled((_WARPGROUPS, kernel.out_rows, _OUT), jnp.bfloat16),
+        "out": mosaic.swizzled((WARPGROUPS, kernel.out_rows, OUT), jnp.bfloat16),
         "full": plgpu.Barrier(num_arrivals=len(shapes), num_barriers=stages),
         "rest": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     }
+    if config.split > 1:
+        smem["sums"] = mosaic.swizzled(kernel.exchanged_shape, f32)
+        smem["came"] = plgpu.Barrier(num_arrivals=config.split * config.blocks, num_barriers=WARPGROUPS)
     names = tuple(smem)
     y = jax.ShapeDtypeStruct((operands["x"].shape[0], operands["w"].shape[0]), jnp.bfloat16)
     inputs, outputs = [*operands], {"out": y}
@@ -294,9 +132,10 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
         body,
         out_type=tuple(outputs.values()),
         scratch_types=list(smem.values()),
-        grid=(kernel.ctas,),
+        grid=(kernel.ctas // config.split,),
         grid_names=("cta",),
-        num_threads=_WARPGROUPS + 1,
+        **({"cluster": (config.split,), "cluster_names": ("rank",)} if config.split > 1 else {}),
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -307,21 +146,21 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
     )
     if not config.even:
         return launch(*operands.values())[0]
-    counters = kernel.ctas * _WARPGROUPS
+    counters = kernel.ctas * WARPGROUPS
     return mosaic.with_zeros(counters, lambda left: launch(*operands.values(), left), tuple(outputs.values()))[0]
 
 
-def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
+def _body(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     warpgroup = lax.axis_index("warpgroup")
     compute, load = _REGISTERS
 
-    @pl.when(warpgroup < _WARPGROUPS)
+    @pl.when(warpgroup < WARPGROUPS)
     def _():
         plgpu.set_max_registers(compute, action="increase")
         _over_runs(kernel, functools.partial(_consume, kernel, gmem, smem))
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == _WARPGROUPS)
+    @pl.when(warpgroup == WARPGROUPS)
     def _():
         plgpu.set_max_registers(load, action="decrease")
 
@@ -344,7 +183,7 @@ class _Run:
     tile: Any
 
 
-def _over_runs(kernel: _Kernel, one: Callable[[_Run], None]) -> Any:
+def _over_runs(kernel: Kernel, one: Callable[[_Run], None]) -> Any:
     """Runs `one` for the runs of this CTA, and returns the number of its steps.
 
     Tiles of a column of W follow each other: those that run at a time share its rows in the L2 cache, and x's.
@@ -353,6 +192,13 @@ def _over_runs(kernel: _Kernel, one: Callable[[_Run], None]) -> Any:
 
     def tile_of(index):
         return lax.rem(index, i32(kernel.token_tiles)), lax.div(index, i32(kernel.token_tiles))
+
+    if kernel.config.split > 1:
+        rank, split = lax.axis_index("rank"), i32(kernel.config.split)
+        token, feature = tile_of(cta)
+        start, stop = (lax.div(r * steps, split) for r in (rank, rank + 1))
+        one(_Run(token * kernel.tokens, feature * kernel.features, start, stop, 0 * start, cta))
+        return stop - start
 
     if kernel.config.even:
         first, end = (_first_step(kernel, c) for c in (cta, cta + 1))
@@ -377,12 +223,12 @@ def _over_runs(kernel: _Kernel, one: Callable[[_Run], None]) -> Any:
     return turns * steps
 
 
-def _first_step(kernel: _Kernel, cta: Any) -> Any:
+def _first_step(kernel: Kernel, cta: Any) -> Any:
     """Of the run of a CTA."""
     return lax.div(cta * i32(kernel.all_steps), i32(kernel.ctas))
 
 
-def _drain(kernel: _Kernel, smem: dict[str, Any], taken: Any) -> None:
+def _drain(kernel: Kernel, smem: dict[str, Any], taken: Any) -> None:
     """Waits until every stage that was loaded has been read: a barrier's last phase may not pass unseen."""
 
     @pl.loop(0, jnp.minimum(taken, kernel.stages))
@@ -391,7 +237,7 @@ def _drain(kernel: _Kernel, smem: dict[str, Any], taken: Any) -> None:
         plgpu.barrier_wait(smem["free"].at[slot])
 
 
-def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run) -> None:
+def _load(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run) -> None:
     stages = i32(kernel.stages)
 
     @pl.loop(run.start, run.stop)
@@ -418,12 +264,12 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run
             plgpu.copy_gmem_to_smem(gmem["x_scales"].at[step, tokens], smem["x_scales"].at[slot], full)
             features = pl.ds(lax.div(run.feature, i32(BLOCK)), kernel.features // BLOCK)
             # From a multiple of 16 bytes on: TMA takes no other address (an illegal instruction, on the GPU alone).
-            first = lax.div(step, i32(_ALIGNED)) * _ALIGNED
-            scales = gmem["w_scales"].at[features, pl.ds(first, _LEAST_BOX)]
+            first = lax.div(step, i32(ALIGNED)) * ALIGNED
+            scales = gmem["w_scales"].at[features, pl.ds(first, LEAST_BOX)]
             plgpu.copy_gmem_to_smem(scales, smem["w_scales"].at[slot], full)
 
 
-def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run) -> None:
+def _consume(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run) -> None:
     """One warpgroup's blocks of a run."""
     config, shape = kernel.config, (64, kernel.config.columns)
     of_rows, of_columns = ("w", "x") if config.swapped else ("x", "w")
@@ -433,7 +279,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
         tokens = pl.ds(0, config.columns) if config.swapped else pl.ds(_row(block), 64)
         layout, dim = (mosaic.COLUMNS, 1) if config.swapped else (mosaic.ROWS, 0)
         scales = plgpu.load(smem["x_scales"].at[slot, tokens], layout=layout, optimized=False)
-        scales = scales * smem["w_scales"][slot, block if config.swapped else 0, lax.rem(step, i32(_ALIGNED))]
+        scales = scales * smem["w_scales"][slot, block if config.swapped else 0, lax.rem(step, i32(ALIGNED))]
         return lax.broadcast_in_dim(jnp.minimum(scales, np.finfo(np.float32).max), shape, (dim,))
 
     def one_step(step, carry):
@@ -459,6 +305,10 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
     zero = plgpu.layout_cast(jnp.zeros(shape, f32), mosaic.Layout.WGMMA)
     first = lax.rem(run.taken, i32(kernel.stages))
     _, sums = lax.fori_loop(run.start, run.stop, one_step, (first, [zero] * config.blocks))
+    if config.split > 1:
+        token = run.token + lax.axis_index("rank") * config.share
+        _store(kernel, gmem, smem, dataclasses.replace(run, token=token), _exchange(kernel, smem, sums))
+        return
     if not config.even:
         _store(kernel, gmem, smem, run, sums)
         return
@@ -474,7 +324,24 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _
 
 def _row(block: int) -> Any:
     """The first row, in its tile, of a block of this warpgroup's."""
-    return (block * _WARPGROUPS + lax.axis_index("warpgroup")) * 64
+    return (block * WARPGROUPS + lax.axis_index("warpgroup")) * 64
+
+
+def _exchange(kernel: Kernel, smem: dict[str, Any], sums: list[Any]) -> list[Any]:
+    """This CTA's share of the sums of all CTAs of the cluster. Their own share they send themselves, as the others'."""
+    rank, w, split = lax.axis_index("rank"), lax.axis_index("warpgroup"), kernel.config.split
+    came = smem["came"].at[w]
+    for block, total in enumerate(sums):
+        for other, part in enumerate(mosaic.columns_of(total, kernel.config.share)):
+            target = smem["sums"].at[rank, w, block]
+            plgpu.async_store_smem(part, target, came, cluster_idx=i32(other), cluster_dim="rank", optimized=False)
+    plgpu.barrier_wait(came)
+
+    def of(source: int, block: int) -> Any:
+        part = smem["sums"].at[source, w, block]
+        return plgpu.load(part, layout=mosaic.Layout.WGMMA, optimized=False)
+
+    return [functools.reduce(operator.add, [of(n, block) for n in range(split)]) for block in range(len(sums))]
 
 
 def _leave(gmem: dict[str, Any], sums: list[Any]) -> None:
@@ -482,10 +349,10 @@ def _leave(gmem: dict[str, Any], sums: list[Any]) -> None:
     cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     for block, total in enumerate(sums):
         gmem["sums"].at[cta, w, block][...] = total
-    mosaic_int4.announce(gmem["left"], cta * _WARPGROUPS + w)
+    mosaic_int4.announce(gmem["left"], cta * WARPGROUPS + w)
 
 
-def _collect(kernel: _Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) -> list[Any]:
+def _collect(kernel: Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) -> list[Any]:
     """The sums of a tile's first steps and of those that the next CTAs have."""
     cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     # The last CTA whose first step comes before the tile's end: first_step(c) < end, solved for c.
@@ -493,7 +360,7 @@ def _collect(kernel: _Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) 
     last = lax.div(end * i32(kernel.ctas) - 1, i32(kernel.all_steps))
 
     def add(other, sums):
-        mosaic.wait_turn(gmem["left"], other * _WARPGROUPS + w, i32(1))
+        mosaic.wait_turn(gmem["left"], other * WARPGROUPS + w, i32(1))
         parts = [gmem["sums"].at[other, w, block] for block in range(kernel.config.blocks)]
         loaded = [plgpu.load(part, layout=mosaic.Layout.WGMMA, optimized=False) for part in parts]
         return [total + part for total, part in zip(sums, loaded, strict=True)]
@@ -501,12 +368,12 @@ def _collect(kernel: _Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) 
     return lax.fori_loop(cta + 1, last + 1, add, sums)
 
 
-def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run, sums: list[Any]) -> None:
+def _store(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run, sums: list[Any]) -> None:
     """A warpgroup's blocks of a tile to memory; TMA leaves out rows of x past M."""
-    config, shape = kernel.config, (64, kernel.config.columns)
+    config, shape = kernel.config, (64, kernel.config.share)
     w = lax.axis_index("warpgroup")
     staging = smem["out"].at[w]
-    width = kernel.out_rows if config.swapped else _OUT
+    width = kernel.out_rows if config.swapped else OUT
     for block, total in enumerate(sums):
         row = _row(block)
         if not kernel.by_block:
@@ -524,7 +391,7 @@ def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Ru
             plgpu.copy_smem_to_gmem(staging, gmem["out"].at[place])
 
 
-def _epilogue_scales(kernel: _Kernel, gmem: dict[str, Any], run: _Run, row: Any, shape: tuple[int, int]) -> Any:
+def _epilogue_scales(kernel: Kernel, gmem: dict[str, Any], run: _Run, row: Any, shape: tuple[int, int]) -> Any:
     """x's scales times W's for a block of a tile, where no scale changes along K."""
     rows, columns = pl.ds(row, 64), pl.ds(0, shape[1])
     x_part, w_part = (columns, rows) if kernel.config.swapped else (rows, columns)

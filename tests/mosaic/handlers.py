@@ -1,6 +1,7 @@
 """The interpreter's equations: which of a kernel's primitives become which callbacks (machine.py)."""
 
 import functools
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -164,6 +165,22 @@ def _copy_to_smem(self, eqn, token, values):
     return lax.cond(predicate, copy, arrive, token), []
 
 
+def _store_to_peer(self, eqn, token, values):
+    params = eqn.params
+    if params["atomic"] is not None:
+        raise NotImplementedError("async_store_smem that adds or compares")
+    value, ref, barrier, index, *flat = values
+    count = params["ref_transforms_treedef"].num_leaves
+    transforms = jax.tree.unflatten(params["ref_transforms_treedef"], flat[:count])
+    ref, transforms = jaxpr_interpret.resolve_ref(eqn.invars[1].aval, ref, tuple(transforms))
+    barrier = jaxpr_interpret._get_barrier_allocation_key_from_inval(
+        barrier, params["barrier_transforms_treedef"], flat[count:]
+    )
+    axis = self.mesh.cluster_names.index(params["cluster_dim"])
+    blocks = (index - self.mesh_location.block_coords[axis]) * math.prod(self.mesh.cluster[axis + 1 :])
+    return _call(self, eqn, token, machine.store_to_peer, ref, transforms, value, barrier, blocks), []
+
+
 def _inline(self, eqn, token, values):
     params = eqn.params
     function, count = params["mgpu_fn"], params["pytree_args"].num_leaves
@@ -248,5 +265,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     primitives.atomic_store_p: _atomic,
     primitives.copy_smem_to_gmem_p: _copy_to_gmem,
     primitives.copy_gmem_to_smem_p: _copy_to_smem,
+    primitives.async_store_smem_p: _store_to_peer,
     primitives.inline_mgpu_p: _inline,
 }

@@ -7,7 +7,9 @@ atomics, which race with everything but each other, and wgmma, which reads its o
 
 import collections
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -227,6 +229,29 @@ def reducing_copy(token, mesh_location, thread, src, src_transforms, dst, dst_tr
     return token
 
 
+# Stores into the shared memory of another CTA of the cluster
+
+
+@callbacks.fail_on_exception
+def store_to_peer(token, mesh_location, thread, ref, transforms, value, barrier, blocks, *, source_info):
+    """blocks: how far the other CTA's number is from this one's. All is done when its barrier hears of it."""
+    shared_memory = _memory()
+    key, barrier = (replace(k, block_id=k.block_id + int(blocks)) for k in map(Key.from_array, (ref, barrier)))
+    with watch().waiting(thread, f"shared memory of another CTA than {_cta(mesh_location)}, {place(source_info)}"):
+        while not {key, barrier} <= shared_memory.mem.keys():  # that CTA has not begun; the hardware's all have
+            if key.block_id in _of_memory(shared_memory, "ended", set):
+                raise ValueError(f"CTA {_cta(mesh_location)} stores into the shared memory of one that has ended")
+            shared_memory.check_failed()
+            time.sleep(0.01)
+    access = _access(shared_memory, key, transforms)
+    shared_memory.store_buffer_content(key, access, np.asarray(value), thread, increment_clock=False)
+    barrier, clock = shared_memory.get_barrier_and_increment_clock(barrier, thread)
+    if shared_memory.detect_races:
+        callbacks.get_races().check_write(thread, clock.generic_clock, key, access, source_info=source_info)
+    barrier.arrive(thread, clock, memory.GPULoggingInfo(mesh_location, thread, source_info))
+    return token
+
+
 # Named barriers
 
 
@@ -348,6 +373,7 @@ def cluster_ended(shared_memory: Any) -> None:
 
 
 def thread_ended(shared_memory: Any, thread: Any) -> None:
+    _of_memory(shared_memory, "ended", set).add(thread.block_id)
     if not shared_memory.detect_races:
         return
     if _in_flight(shared_memory, thread):

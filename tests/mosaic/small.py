@@ -37,7 +37,7 @@ def struct(*shape, dtype=f32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def kernel(body, out, *scratch, grid=1, warpgroups=1):
+def kernel(body, out, *scratch, grid=1, warpgroups=1, **clusters):
     return plgpu.kernel(
         body,
         out_type=out,
@@ -46,6 +46,7 @@ def kernel(body, out, *scratch, grid=1, warpgroups=1):
         grid_names=("cta",),
         num_threads=warpgroups,
         thread_name="wg",
+        **clusters,
     )
 
 

@@ -47,6 +47,24 @@ def test_wgmma_does_not_see_writes_without_a_fence():
         run_interpreted(*product(commit=False))
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_stores_into_another_cta_s_shared_memory_are_read_after_a_wait(waits):
+    def body(o_g, x, came):
+        rank = lax.axis_index("rank")
+        mine = jnp.full(x.shape, rank, f32)
+        plgpu.async_store_smem(mine, x, came, cluster_idx=1 - rank, cluster_dim="rank")
+        if waits:
+            plgpu.barrier_wait(came)
+        o_g[rank] = x[...]
+
+    run = kernel(body, struct(2, 64), plgpu.SMEM((64,), f32), plgpu.Barrier(), cluster=(2,), cluster_names=("rank",))
+    if waits:
+        np.testing.assert_array_equal(run_interpreted(run), np.repeat([[1.0], [0.0]], 64, 1))
+        return
+    with pytest.raises((Race, ValueError), match="RACE|has ended|races"):
+        run_interpreted(run)
+
+
 def test_a_wgmma_that_nothing_waits_for():
     def body(a_g, b_g, o_g, a, b, loaded):
         load((a_g, a), (b_g, b), barrier=loaded)

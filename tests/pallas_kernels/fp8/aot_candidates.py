@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from pallas_kernels.device import H200
-from pallas_kernels.fp8 import hopper, hopper_quantize
+from pallas_kernels.fp8 import hopper, hopper_config, hopper_quantize
+from pallas_kernels.fp8.hopper_config import Config
 from pallas_kernels.fp8.spec import E4M3, E5M2, Fp8Spec, scale_shape, w_block, x_block
 from tests.mosaic.aot import Candidate
 
@@ -21,7 +22,7 @@ def candidates() -> list[Candidate]:
     found = []
     for M in ROWS:
         spec = Fp8Spec(M=M, K=K, N=N, scaling="block", dtype="bfloat16")
-        found += [candidate(f"{M}-{n}", spec, config) for n, config in enumerate(hopper.candidates(spec, H200))]
+        found += [candidate(f"{M}-{n}", spec, config) for n, config in enumerate(hopper_config.candidates(spec, H200))]
     kinds: list[dict[str, Any]] = [{"scaling": "row"}, {"scaling": "tensor"}, {"scaling": "row", "x_dtype": E5M2}]
     for n, kind in enumerate(kinds):
         for M in (64, 4096):
@@ -34,7 +35,7 @@ def candidates() -> list[Candidate]:
     return [*found, rounding]
 
 
-def candidate(name: str, spec: Fp8Spec, config: hopper.Config | None = None) -> Candidate:
+def candidate(name: str, spec: Fp8Spec, config: Config | None = None) -> Candidate:
     x, w = (spec.M, spec.K), (spec.N, spec.K)
     shapes = [
         (x, spec.x_dtype),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.device import H200, Device
-from pallas_kernels.fp8 import hopper, hopper_quantize, tile
+from pallas_kernels.fp8 import hopper, hopper_config, hopper_quantize, tile
 from pallas_kernels.fp8.cases import CASES, Case
-from pallas_kernels.fp8.hopper import Config
+from pallas_kernels.fp8.hopper_config import Config
 from pallas_kernels.fp8.spec import E4M3, E5M2, Fp8Spec, scale_shape, w_block, x_block
 from tests.mosaic.interpreter import run_interpreted
 from tests.mosaic.lowering import lower_for_cuda
@@ -79,6 +79,22 @@ def test_even_runs(case, config, cores):
     check(case, config, cores=cores, together=True)
 
 
+@pytest.mark.parametrize(
+    "case, config",
+    quick(
+        1,
+        (Case(M=13, K=300, N=100), Config(swapped=True, columns=16, blocks=1, split=2)),
+        (Case(M=13, K=700, N=130), Config(swapped=True, columns=16, blocks=1, split=2)),
+        (Case(M=40, K=300, N=300), Config(swapped=True, columns=64, blocks=2, split=4, stages=2)),
+        (Case(M=70, K=130, N=100, scaling="row"), Config(swapped=True, columns=64, blocks=1, split=4)),
+    ),
+    ids=str,
+)
+def test_clusters(case, config):
+    """CTAs with fewer steps than others, or none; several blocks, several tiles, scales in the epilogue."""
+    check(case, config, cores=None)
+
+
 @pytest.mark.parametrize("shape", quick(1, ((70, 300),), ((1, 1),), ((64, 1024),)), ids=str)
 def test_activations_are_rounded_as_by_the_plain_path(shape):
     rng = np.random.default_rng(0)
@@ -109,8 +125,8 @@ def lower(spec: Fp8Spec, config: Config | None) -> None:
 @pytest.mark.parametrize("M, K, N", quick(0, (300, 300, 200), (1, 7168, 4096), (64, 1536, 24576), (4096, 7168, 2112)))
 def test_every_candidate_lowers(M, K, N):
     spec = Fp8Spec(M=M, K=K, N=N, scaling="block", dtype="bfloat16")
-    chosen = hopper.candidates(spec, H200)
-    assert hopper.default(spec, H200) == chosen[0] and len(chosen) > 3
+    chosen = hopper_config.candidates(spec, H200)
+    assert hopper_config.default(spec, H200) == chosen[0] and len(chosen) >= 3
     for config in chosen:
         lower(spec, config)
     lower(dataclasses.replace(spec, scaling="row", x_dtype=E5M2), None)
@@ -120,6 +136,7 @@ def test_some_candidates_lower():
     spec = Fp8Spec(M=300, K=300, N=200, scaling="block", dtype="bfloat16")
     lower(spec, Config())
     lower(spec, Config(swapped=True, columns=16, blocks=1, even=True))
+    lower(spec, Config(swapped=True, columns=16, blocks=1, split=2))
 
 
 def test_rounding_lowers():
@@ -132,9 +149,9 @@ def test_defaults_fit(M):
     for K, N in ((1, 1), (4096, 28672), (16384, 7168)):
         spec = Fp8Spec(M=M, K=K, N=N, scaling="block", dtype="bfloat16")
         for device in (H200, dataclasses.replace(H200, num_cores=None)):
-            config = hopper.default(spec, device)
-            assert config in hopper.candidates(spec, device)
-            assert hopper.smem_bytes(spec, config) <= hopper.SMEM_LIMIT - 8192
+            config = hopper_config.default(spec, device)
+            assert config in hopper_config.candidates(spec, device)
+            assert hopper_config.smem_bytes(spec, config) <= hopper_config.SMEM_LIMIT - 8192
             assert device is H200 or not config.even
 
 
@@ -155,6 +172,9 @@ def test_what_cannot_run_is_told_before_any_work():
         ({"blocks": 3}, "blocks"),
         ({"columns": 64}, "columns"),
         ({"columns": 256, "swapped": True}, "columns"),
+        ({"split": 2}, "split"),
+        ({"split": 2, "swapped": True, "even": True}, "split"),
+        ({"split": 4, "swapped": True, "columns": 16}, "columns"),
         ({"stages": 1}, "stages"),
         ({"stages": 17}, "stages"),
     ],
