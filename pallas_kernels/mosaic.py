@@ -126,7 +126,7 @@ def as_operand(x: Any, dtype: Any) -> Any:
 
 
 def product(a: Any, b: Any) -> Any:
-    """a b' of 8-bit a (64, k) and b (n, k) in `swizzled` shared memory, in WGMMA layout; it runs on: see `finished`.
+    """a b' of a (64, k) and b (n, k) in `swizzled` shared memory, of 8 or 16 bits, in WGMMA layout; see `finished`.
 
     As `plgpu.wgmma` into a new accumulator, which Mosaic fills with zeros first: two clocks for every two registers,
     between the arrival of b and the product. Here the first instruction does not read them.

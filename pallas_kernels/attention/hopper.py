@@ -48,6 +48,7 @@ from pallas_kernels.attention.hopper_walk import (
     positive_scale,
     rings,
     sides,
+    with_scores,
 )
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
@@ -266,13 +267,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         first: Any = i32(0) if skipped is None else skipped
 
-        def first_scores(s_acc):
-            at = slot(first)
-            plgpu.barrier_wait(smem["k_ready"].at[at])
-            plgpu.wgmma(s_acc, q, smem["k"].at[at].T)
-            return s_acc[...]
-
-        s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
+        s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
         weights, maximum, total = softmax(s, maximum, total, first)[:3]
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
@@ -288,16 +283,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
             weights, maximum, total = carry
-            here, there = slot(n), slot(n + 1)
+            here = slot(n)
 
-            def with_scores(s_acc):
-                plgpu.barrier_wait(smem["k_ready"].at[there])
-                wait_turn()
-                plgpu.wgmma(s_acc, q, smem["k"].at[there].T)
+            def beside_them(scores):
                 plgpu.barrier_wait(v_ready.at[here])
                 plgpu.wgmma(o_acc, weights, smem["v"].at[here])
                 pass_turn()
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                s = scores(1)
                 new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
@@ -305,7 +297,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 o_acc[...] = o * broadcast(decay, o.shape)
                 return new_weights, new_maximum, new_total
 
-            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
+            return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
 
         weights, maximum, total = lax.fori_loop(first, steps - 1, step, (weights, maximum, total))
         if config.turns:

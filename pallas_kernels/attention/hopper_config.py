@@ -23,7 +23,8 @@ class Schedule:
 
     `warpgroups` consumers of 64 queries each; `kv_block` keys a step; `stages` blocks of K and of V in flight; `turns`:
     the warpgroups alternate at the tensor cores; `persistent`: one CTA per SM takes tile after tile, and loads the next
-    one while it finishes this; `l2_mib`: heads run side by side as long as their keys and values fit into so many MiB.
+    one while it finishes this; `uncleared`: scores go where no zeros were written before (`mosaic.product`);
+    `l2_mib`: heads run side by side as long as their keys and values fit into so many MiB.
     """
 
     warpgroups: int = 2
@@ -31,6 +32,7 @@ class Schedule:
     stages: int = 2
     turns: bool = False
     persistent: bool = True
+    uncleared: bool = False
     l2_mib: int = 16
 
     _KEYS: ClassVar[int] = 64  # whose multiples blocks are
@@ -56,6 +58,7 @@ class Schedule:
     def __str__(self) -> str:
         words = [f"{self.q_block} queries x {self.kv_block} keys", f"{self.warpgroups} warpgroups"]
         words += ["in turns"] * self.turns + [f"{self.stages} stages"] + ["persistent"] * self.persistent
+        words += ["uncleared"] * self.uncleared
         return ", ".join([*words, f"{self.l2_mib} MiB of heads side by side"])
 
 
@@ -139,7 +142,7 @@ def candidates(spec: AttentionSpec) -> list[Config]:
     both 15 % slower at least (ARCHITECTURE.md, log).
     """
     first = default(spec)
-    found = [first]
+    found = [first, dataclasses.replace(first, uncleared=True)]
     for stages, turns, persistent in itertools.product((2, 3), (False, True), (True, False)):
         # A persistent grid wants the output out of the way of the next tile's Q; otherwise Q's memory does.
         for own_output in (persistent, not persistent):

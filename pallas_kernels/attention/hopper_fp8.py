@@ -42,6 +42,7 @@ from pallas_kernels.attention.hopper_walk import (
     positive_scale,
     rings,
     sides,
+    with_scores,
 )
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
@@ -245,24 +246,6 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         """o and those sums, which `since` brings up to date."""
         return mosaic.load_by_thread(sums) * broadcast(since, o.shape) + o
 
-    def with_scores(n, function, before=lambda: None):
-        """function(scores), where `scores(m)` are those of the n-th block, when at most m later products still run."""
-        keys = smem["k"].at[slot(n)]
-
-        def begin():
-            plgpu.barrier_wait(smem["k_ready"].at[slot(n)])
-            before()
-
-        def cleared(s_acc):
-            begin()
-            plgpu.wgmma(s_acc, q, keys.T)
-            return function(lambda m: plgpu.wgmma_accumulator_load(s_acc, wait_n=m))
-
-        if not config.uncleared:
-            return pl.run_scoped(cleared, mosaic.ACC((64, config.kv_block), f32))
-        begin()
-        return function(functools.partial(mosaic.finished, mosaic.product(q, keys)))
-
     def with_output(product):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
         since = plgpu.layout_cast(jnp.ones((64,), f32), ROWS)
@@ -280,7 +263,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         first: Any = i32(0) if skipped is None else skipped
 
-        s = with_scores(first, lambda scores: scores(0))
+        s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
         weights, maximum, total = softmax(s, maximum, total, first, factor_of(first))[:3]
         weights = mosaic.as_operand(weights, fp8.E4M3)
         if config.turns:
@@ -315,7 +298,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 product[...], new_since = moved(n, product[...], since, decay * unit)
                 return new_weights, new_maximum, new_total, new_since
 
-            return with_scores(n + 1, beside_them, wait_turn)
+            return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
 
         def moved(n, o, since, decay):
             """(what the next block is added to, since); after every few blocks o goes over to the sums."""

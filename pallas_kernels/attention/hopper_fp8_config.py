@@ -26,12 +26,11 @@ class Fp8Config(Schedule):
     `promote`: after so many blocks what the tensor cores have summed up, of which they keep some 14 bits, is added to
     float32 sums in shared memory; 0: never (arXiv 2407.08608 does not; DeepSeek-V3, arXiv 2412.19437, 3.3.2, does).
     `lazy`: a row's weights are relative to a new maximum only when they would exceed what e4m3 holds, and what was
-    summed up is scaled only then. `uncleared`: scores go where no zeros were written before (`mosaic.product`).
+    summed up is scaled only then.
     """
 
     promote: int = 0
     lazy: bool = False
-    uncleared: bool = False
 
     _KEYS: ClassVar[int] = 32
 
@@ -42,7 +41,7 @@ class Fp8Config(Schedule):
 
     def __str__(self) -> str:
         words = [super().__str__(), f"sums in float32 every {self.promote} blocks"][: 1 + (self.promote > 0)]
-        return ", ".join([*words, *["lazy"] * self.lazy, *["uncleared"] * self.uncleared])
+        return ", ".join([*words, *["lazy"] * self.lazy])
 
 
 def staged_columns(H_v: int, config: Fp8Config) -> int:

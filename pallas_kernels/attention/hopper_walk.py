@@ -1,5 +1,6 @@
 """What the forward kernels share: which CTA walks over which tiles, and which keys the queries of a warpgroup see."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -277,6 +278,32 @@ def while_tiles_last(walk: Walk, step: Callable[..., Any], start: Any) -> Any:
         return lax.fori_loop(0, jnp.where(left(carry), i32(size), i32(0)), maybe, carry)
 
     return lax.fori_loop(0, i32(size), one_round, start)
+
+
+def with_scores(
+    walk: Walk,
+    smem: dict[str, Any],
+    q: Any,
+    slot: Any,
+    function: Callable[[Callable[[int], Any]], Any],
+    before: Callable[[], None] = lambda: None,
+) -> Any:
+    """function(scores), where `scores(m)` are those of q and a slot's keys, when at most m later products still run."""
+    keys = smem["k"].at[slot]
+
+    def begin():
+        plgpu.barrier_wait(smem["k_ready"].at[slot])
+        before()
+
+    def cleared(s_acc):
+        begin()
+        plgpu.wgmma(s_acc, q, keys.T)
+        return function(lambda m: plgpu.wgmma_accumulator_load(s_acc, wait_n=m))
+
+    if not walk.config.uncleared:
+        return pl.run_scoped(cleared, mosaic.ACC((64, walk.config.kv_block), f32))
+    begin()
+    return function(functools.partial(mosaic.finished, mosaic.product(q, keys)))
 
 
 @dataclass(frozen=True)
