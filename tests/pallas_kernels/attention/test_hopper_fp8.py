@@ -178,7 +178,9 @@ def test_default_configurations_fit():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"warpgroups": 4}, {"kv_block": 80}, {"kv_block": 288}, {"stages": 1}, {"l2_mib": 0}], ids=str
+    "wrong",
+    [{"warpgroups": 4}, {"kv_block": 80}, {"kv_block": 288}, {"stages": 1}, {"l2_mib": 0}, {"promote": -1}],
+    ids=str,
 )
 def test_configurations_that_the_hardware_refuses(wrong):
     (name,) = wrong
