@@ -13,8 +13,9 @@ from pallas_kernels.device import Device
 # Keys that a tensor core may sum by itself. A product loses what lies below 2^-13 of the sum so far: equal ones stop
 # counting after about 11,000 (measured: 91 % of a sum of 131,072 was lost, 0.1 % with `promote`).
 UNPROMOTED_KEYS = 16_384
-# And may where there is room for float32 sums: of equal weights 0.9 % would be lost with 1792 keys, nothing with 1344.
-_PROMOTED_KEYS = 1344
+# And may where there is room for float32 sums: of equal weights 0.9 % would be lost with 1792 keys, nothing with 1344;
+# periods in blocks of 128, 224 and 256 keys are powers of two so, which cost less to find than others.
+_PROMOTED_KEYS = 1024
 # For barriers and small vectors, each rounded up to 1 KiB.
 _SMEM_SPARE = 6 * 1024
 
@@ -84,7 +85,12 @@ def candidates(spec: AttentionSpec) -> list[Fp8Config]:
     first = default(spec)
     both = {"lazy": True, "uncleared": True}
     changes: list[dict[str, Any]] = [{}, {"uncleared": True}, {"lazy": True}, both, both | {"turns": True}]
-    changes += [{"turns": True}, both | {"promote": first.promote // 2}, both | {"stages": 3}, {"persistent": False}]
+    changes += [
+        {"turns": True},
+        both | {"promote": first.promote * 3 // 2},
+        both | {"stages": 3},
+        {"persistent": False},
+    ]
     if max(head_dims(spec)) == 64:  # instructions for a key of 64 queries: 2.8 with 256 keys at a time, 3.4 with 128
         wide = both | {"warpgroups": 2, "kv_block": 256, "promote": _PROMOTED_KEYS // 256}
         changes += [wide, wide | {"turns": True}]
