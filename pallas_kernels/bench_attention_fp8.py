@@ -1,15 +1,17 @@
 """Times attention in e4m3 beside the 16-bit kernel on the GPU at hand: one JSON row a cell, appended to a file.
 
     python -m pallas_kernels.bench_attention_fp8 --out notebooks/results/attention_fp8_h200.jsonl [--only PART]
+    python -m pallas_kernels.bench_attention_fp8 --candidates [--only PART]
 
 As `pallas_kernels.bench`; "kernel" is the kernel alone, on operands that are quantised, "included" the whole call with
-rotation, scales, casts and the transposition of the values.
+rotation, scales, casts and the transposition of the values. With --candidates instead a row for each configuration of
+the kernel alone, the default's first.
 """
 
 import functools
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import fp8, hopper_fp8, hopper_fp8_config, hopper_fp8_prologue
 from pallas_kernels.attention.api import dot_product_attention
 from pallas_kernels.attention.hopper_fp8_config import Fp8Config
-from pallas_kernels.attention.spec import make_spec
+from pallas_kernels.attention.spec import AttentionSpec, make_spec
 from pallas_kernels.bench import TOKENS, Cell
 from pallas_kernels.device import current_device
 from pallas_kernels.timing import arguments, each, has_gpu, milliseconds, record, setting
@@ -33,13 +35,18 @@ def cells() -> Iterator[Cell]:
         yield Cell(head_dim=head_dim, length=length, causal=causal)
 
 
-def run(job: tuple[Cell, str, Fp8Config | None]) -> dict[str, Any]:
-    """Times one kind of a cell; the row's figures. The configuration is the default's unless given."""
-    cell, kind, config = job
+def inputs(cell: Cell) -> tuple[Sequence[Callable[[], jax.Array]], AttentionSpec]:
+    """Functions that give query, key and value of a cell, and its spec."""
     heads, batch = 2048 // cell.head_dim, TOKENS // cell.length
     shape = (batch, cell.length, heads, cell.head_dim)
     arrays = [functools.partial(jax.random.normal, jax.random.key(n), shape, jnp.bfloat16) for n in range(3)]
-    spec = make_spec(*map(jax.eval_shape, arrays), is_causal=cell.causal)
+    return arrays, make_spec(*map(jax.eval_shape, arrays), is_causal=cell.causal)
+
+
+def run(job: tuple[Cell, str, Fp8Config | None]) -> dict[str, Any]:
+    """Times one kind of a cell; the row's figures. The configuration is the default's unless given."""
+    cell, kind, config = job
+    arrays, spec = inputs(cell)
     config = config or hopper_fp8_config.default(spec)
 
     def attend(q, k, v):
@@ -63,6 +70,15 @@ def run(job: tuple[Cell, str, Fp8Config | None]) -> dict[str, Any]:
     return row | ({"config": str(config)} if kind == "kernel" else {})
 
 
+def candidate_rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each cell and candidate, as they come; the first candidates of all cells first."""
+    jobs = [[(cell, "kernel", config) for config in hopper_fp8_config.candidates(inputs(cell)[1])] for cell in chosen]
+    in_turn = [job for place in itertools.zip_longest(*jobs) for job in place if job is not None]
+    for (cell, _, config), result in each(run, in_turn, workers=workers, seconds=seconds):
+        failed = {"config": str(config), "error": result}
+        yield {"cell": cell.name} | (failed if isinstance(result, str) else result)
+
+
 def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[str, Any]]:
     """A row for each cell, as they come; one with "error" where a kind could not be timed."""
     jobs = [(cell, kind, None) for cell in chosen for kind in KINDS]
@@ -79,6 +95,7 @@ def rows(chosen: list[Cell], *, workers: int, seconds: float) -> Iterator[dict[s
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments("pallas_kernels.bench_attention_fp8", __doc__ or "")
+    parser.add_argument("--candidates", action="store_true", help="every configuration of the kernel alone")
     parser.add_argument("--out", type=Path, help="append the rows to this file")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
@@ -86,7 +103,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     shared = setting("pallas_kernels.bench_attention_fp8", argv, args.commit)
     chosen = [cell for cell in cells() if args.only in cell.name]
-    return int(record(rows(chosen, workers=args.workers, seconds=args.seconds), shared, args.out) > 0)
+    found = (candidate_rows if args.candidates else rows)(chosen, workers=args.workers, seconds=args.seconds)
+    return int(record(found, shared, args.out) > 0)
 
 
 if __name__ == "__main__":

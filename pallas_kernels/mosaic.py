@@ -13,7 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, gpu, llvm
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, vector
+from jax.experimental.mosaic.gpu import WGMMAAccumulator, wgmma
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 
@@ -23,9 +24,13 @@ COLUMNS = Layout.WGMMA.reduce(0)  # one value per column
 ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _swizzle(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of a row of a tile of `swizzled` memory."""
+    return next(n for n in (128, 64, 32) if shape[-1] * jnp.dtype(dtype).itemsize % n == 0)
+
+
 def _transforms(shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-    itemsize = jnp.dtype(dtype).itemsize
-    width = next(n for n in (128, 64, 32) if shape[-1] * itemsize % n == 0)
+    itemsize, width = jnp.dtype(dtype).itemsize, _swizzle(shape, dtype)
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     return tiling((8, width // itemsize)), swizzle(width)
@@ -120,6 +125,44 @@ def as_operand(x: Any, dtype: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=operand)(emit)(x)
 
 
+def product(a: Any, b: Any) -> Any:
+    """a b' of a (64, k) and b (n, k) in `swizzled` shared memory, of 8 or 16 bits, in WGMMA layout; see `finished`.
+
+    As `plgpu.wgmma` into a new accumulator, which Mosaic fills with zeros first: two clocks for every two registers,
+    between the arrival of b and the product. Here the first instruction does not read them.
+    """
+    shape = a.shape[0], b.shape[0]
+    b_type = b.shape, b.dtype
+
+    def emit(_: Any, a: Any, b: Any) -> FragmentedArray:
+        layout: Any = Layout.WGMMA.to_mgpu()
+        zeros = FragmentedArray.splat(mgpu.c(0.0, ir.F32Type.get()), shape, layout)
+        block: Any = ir.InsertionPoint.current.block
+        _void("wgmma.fence.sync.aligned;")
+        before = len(block.operations)
+        start = WGMMAAccumulator.from_registers(zeros, sync=False)
+        running = wgmma(start, a, mgpu.memref_transpose(b, (1, 0, 3, 2)), swizzle=_swizzle(*b_type))
+        first = next(op for op in list(block.operations)[before:] if op.name == "llvm.inline_asm")
+        text = ir.StringAttr(first.attributes["asm_string"]).value
+        adds = "setp.ne.b32 p, "  # the predicate of whether it adds to what is there: 1, a constant, is not 0
+        assert "wgmma.mma_async" in text and adds in text
+        first.attributes["asm_string"] = ir.StringAttr.get(text.replace(adds, "setp.eq.b32 p, "))
+        _void("wgmma.commit_group.sync.aligned;")
+        return running.value
+
+    emit.interpret = ("product",)
+    types = [plgpu.RefType(_transforms(x.shape, x.dtype)) for x in (a, b)]
+    return plgpu.inline_mgpu(
+        arg_types=tuple(types), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=Layout.WGMMA)
+    )(emit)(a, b)
+
+
+def finished(x: Any, wait_n: int) -> Any:
+    """x, a `product`, when at most `wait_n` products that were begun after it still run."""
+    plgpu.wgmma_wait(wait_n)
+    return jax.lax.optimization_barrier(x)
+
+
 def columns_of(x: Any, width: int) -> list[Any]:
     """x (64, n * width) in WGMMA layout as n arrays of `width` columns, which are registers of it."""
     count = x.shape[1] // width
@@ -152,6 +195,72 @@ def any_not_finite(tile: Any) -> Any:
     emit.interpret = lambda tile: (~jnp.isfinite(tile.astype(jnp.float32)).all()).astype(jnp.int32)
     shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT)
     return plgpu.inline_mgpu(arg_types=(Layout.WGMMA,), return_type=shape)(emit)(tile)
+
+
+def store_by_thread(x: Any, ref: Any) -> None:
+    """x (64, c), float32 in WGMMA layout, into `ref` of that shape in plain shared memory, for `load_by_thread` alone.
+
+    Each thread reads just what it wrote: by 16 bytes, thread beside thread, without the conflicts and selects of rows.
+    """
+
+    def emit(_: Any, x: Any, ref: Any) -> None:
+        address, pairs = _by_thread(ref), list(x.registers.flat)
+        for i in range(0, len(pairs), 2):
+            four = [llvm.extractelement(pair, mgpu.c(k, address.type)) for pair in pairs[i : i + 2] for k in range(2)]
+            text = f"st.shared.v4.f32 [$0+{i // 2 * _BY_THREAD}], {{$1, $2, $3, $4}};"
+            _void(text, [address, *four], "r,f,f,f,f,~{memory}")
+
+    emit.interpret_refs = lambda x, ref: (None, {1: x})
+    plgpu.inline_mgpu(arg_types=(Layout.WGMMA, plgpu.RefType()))(emit)(x, ref)
+
+
+def load_by_thread(ref: Any) -> Any:
+    """What `store_by_thread` put there."""
+
+    def emit(_: Any, ref: Any) -> FragmentedArray:
+        address, f32 = _by_thread(ref), ir.F32Type.get()
+        layout: Any = Layout.WGMMA.to_mgpu()
+        out = np.empty(layout.registers_shape(tuple(ref.type.shape)), dtype=object)
+        pairs = []
+        for i in range(out.size // 2):
+            text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{i * _BY_THREAD}];"
+            kind = llvm.StructType.get_literal([f32] * 4)
+            four = llvm.inline_asm(kind, [address], text, "=f,=f,=f,=f,r,~{memory}", has_side_effects=True)
+            four = [llvm.extractvalue(f32, four, [k]) for k in range(4)]
+            pairs += [vector.from_elements(ir.VectorType.get((2,), f32), four[k : k + 2]) for k in (0, 2)]
+        out.flat = pairs
+        return FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    emit.interpret_refs = lambda ref: (ref, {})
+    return plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=Layout.WGMMA)
+    )(emit)(ref)
+
+
+_BY_THREAD = 16 * 128  # bytes of a warpgroup's threads side by side
+
+
+def _by_thread(ref: ir.Value) -> ir.Value:
+    """The address of this thread's first 16 bytes of a warpgroup's piece of shared memory."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), mgpu.c(128, i32))
+    return arith.addi(llvm.ptrtoint(i32, mgpu.memref_ptr(ref)), arith.muli(thread, mgpu.c(16, i32)))
+
+
+def any_of_warp(rows: Any) -> Any:
+    """Whether any of a warp's int32 `rows`, in ROWS layout, is not 0; int32, and not the same in every warp.
+
+    For branches without a product or a barrier, which all of a warpgroup would have to take.
+    """
+
+    def emit(_: Any, rows: Any) -> Any:
+        seen = functools.reduce(arith.ori, map(_scalar, rows.registers.flat))
+        text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }"
+        return FragmentedArray.splat(llvm.inline_asm(seen.type, [seen], text, "=r,r"), (), is_signed=True)
+
+    emit.interpret = lambda rows: (rows != 0).any().astype(jnp.int32)
+    shape = plgpu.ShapeDtypeStruct((), jnp.int32, layout=Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=(ROWS,), return_type=shape)(emit)(rows)
 
 
 def any_nonzero(rows: Any) -> Any:
@@ -189,7 +298,7 @@ def store_largest(rows: Any, cells: Any) -> None:
             "and.b32 a, a, 127; shr.b32 a, a, 5; mad.lo.s32 a, a, 4, $2; st.shared.b32 [a], m; }"
         )
         operands = [first, second, llvm.ptrtoint(i32, mgpu.memref_ptr(cells))]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,r,~{memory}", has_side_effects=True)
+        _void(text, operands, "r,r,r,~{memory}")
 
     emit.interpret_refs = lambda rows, cells: (None, {1: rows.reshape(4, 16).max(1)})
     plgpu.inline_mgpu(arg_types=(ROWS, plgpu.RefType()))(emit)(rows, cells)
@@ -231,7 +340,7 @@ def zero_not_finite(tile: Any, flag: Any) -> None:
     def emit(_, tile, flag):
         i32 = ir.IntegerType.get_signless(32)
         operands = [llvm.ptrtoint(i32, mgpu.memref_ptr(x)) for x in (tile, flag)]
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, "r,r,~{memory}", has_side_effects=True)
+        _void(text, operands, "r,r,~{memory}")
 
     def interpret_refs(tile, flag):
         good = jnp.isfinite(tile.astype(jnp.float32))
@@ -239,6 +348,10 @@ def zero_not_finite(tile: Any, flag: Any) -> None:
 
     emit.interpret_refs = interpret_refs
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(_transforms(tile.shape, tile.dtype)), plgpu.RefType()))(emit)(tile, flag)
+
+
+def _void(text: str, operands: Sequence[ir.Value] = (), constraints: str = "~{memory}") -> None:
+    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, constraints, has_side_effects=True)
 
 
 def _scalar(register: ir.Value) -> ir.Value:
@@ -342,7 +455,7 @@ def _asm(text: str, interpret: tuple[Any, ...], *scalars: Any) -> None:
     def emit(_, *scalars):
         operands = [x.registers.flat[0] for x in scalars]
         constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+        _void(text, operands, constraints)
 
     emit.interpret = interpret
     plgpu.inline_mgpu(arg_types=(Layout.WG_SPLAT,) * len(scalars))(emit)(*scalars)
@@ -355,7 +468,7 @@ def _turn_asm(text: str, interpret: tuple[Any, ...], turns: Any, index: Any, *sc
         address = arith.addi(llvm.ptrtoint(i64, mgpu.memref_ptr(turns)), offset)
         operands = [address, *(x.registers.flat[0] for x in scalars)]
         constraints = ",".join(["l"] + ["r"] * len(scalars) + ["~{memory}"])
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
+        _void(text, operands, constraints)
 
     emit.interpret = interpret
     arguments = (plgpu.RefType(), *(Layout.WG_SPLAT,) * (1 + len(scalars)))

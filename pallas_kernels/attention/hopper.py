@@ -43,9 +43,12 @@ from pallas_kernels.attention.hopper_walk import (
     follow,
     launch,
     lead,
+    load_tile,
     locate,
     positive_scale,
+    rings,
     sides,
+    with_scores,
 )
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
@@ -123,12 +126,7 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
         "k": mosaic.swizzled((stages, kv_block, H), dtype),
         "v": mosaic.swizzled((stages, kv_block, H_v), dtype),
         "lse": plgpu.SMEM((wgs, 64), f32),
-        "q_ready": plgpu.Barrier(num_arrivals=1),
-        "q_free": plgpu.Barrier(num_arrivals=wgs),
-        "k_ready": plgpu.Barrier(num_arrivals=1 + spec.segments, num_barriers=stages),
-        "k_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-        "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        "v_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        **rings(kernel),
     }
     if config.own_output:
         smem["o"] = mosaic.swizzled((config.q_block, H_v), dtype)
@@ -154,6 +152,9 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     config = kernel.config
     warpgroup = lax.axis_index("warpgroup")
 
+    def values(batch, kv_head, tokens):
+        return gmem["value"].at[batch, tokens, kv_head]
+
     @pl.when(warpgroup < config.warpgroups)
     def _():
         plgpu.set_max_registers(REGISTERS[config.warpgroups][0], action="increase")
@@ -166,54 +167,14 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: lead(kernel, gmem, smem, functools.partial(_load, kernel, gmem, smem)))
+            pl.when(warp == 0)(
+                lambda: lead(kernel, gmem, smem, functools.partial(load_tile, kernel, gmem, smem, values))
+            )
             if kernel.poisonable:
 
                 @pl.when((warp > 0) & (warp <= _CLEANERS))
                 def _():
                     follow(kernel, smem, functools.partial(_clean, kernel, gmem, smem, warp - 1))
-
-
-def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
-    """Loads one tile; `count` blocks of keys were loaded before it."""
-    config = kernel.config
-    tile = locate(kernel, gmem, index)
-    kv_head = lax.div(tile.head, i32(kernel.spec.G))
-    steps = tile.stop - tile.start
-
-    def load(name: str, n):
-        slot = lax.rem(count + n, i32(config.stages))
-
-        @pl.when(count + n >= config.stages)
-        def _():
-            plgpu.barrier_wait(smem[f"{name}_free"].at[slot])
-
-        block = tile.stop - 1 - n
-        rows = pl.ds(block * config.kv_block, config.kv_block)
-        source = gmem["key" if name == "k" else "value"]
-        plgpu.copy_gmem_to_smem(
-            source.at[tile.batch, rows, kv_head], smem[name].at[slot], smem[f"{name}_ready"].at[slot]
-        )
-        if name == "k" and kernel.spec.segments:
-            plgpu.copy_gmem_to_smem(
-                gmem["kv_ids"].at[tile.batch, block], smem["ids"].at[slot], smem["k_ready"].at[slot]
-            )
-
-    @pl.when(turn > 0)
-    def _():
-        plgpu.barrier_wait(smem["q_free"])
-
-    rows = pl.ds(tile.q_tile * config.q_block, config.q_block)
-    plgpu.copy_gmem_to_smem(gmem["query"].at[tile.batch, rows, tile.head], smem["q"], smem["q_ready"])
-    load("k", i32(0))
-
-    @pl.loop(0, steps - 1)
-    def _(n):
-        load("k", n + 1)
-        load("v", n)
-
-    load("v", steps - 1)
-    return count + steps
 
 
 def _clean(
@@ -306,13 +267,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         first: Any = i32(0) if skipped is None else skipped
 
-        def first_scores(s_acc):
-            at = slot(first)
-            plgpu.barrier_wait(smem["k_ready"].at[at])
-            plgpu.wgmma(s_acc, q, smem["k"].at[at].T)
-            return s_acc[...]
-
-        s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
+        s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
         weights, maximum, total = softmax(s, maximum, total, first)[:3]
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
@@ -328,16 +283,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
             weights, maximum, total = carry
-            here, there = slot(n), slot(n + 1)
+            here = slot(n)
 
-            def with_scores(s_acc):
-                plgpu.barrier_wait(smem["k_ready"].at[there])
-                wait_turn()
-                plgpu.wgmma(s_acc, q, smem["k"].at[there].T)
+            def beside_them(scores):
                 plgpu.barrier_wait(v_ready.at[here])
                 plgpu.wgmma(o_acc, weights, smem["v"].at[here])
                 pass_turn()
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                s = scores(1)
                 new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
@@ -345,7 +297,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 o_acc[...] = o * broadcast(decay, o.shape)
                 return new_weights, new_maximum, new_total
 
-            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
+            return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
 
         weights, maximum, total = lax.fori_loop(first, steps - 1, step, (weights, maximum, total))
         if config.turns:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 from pallas_kernels import tuned
 from pallas_kernels.attention.spec import AttentionSpec
@@ -17,21 +17,13 @@ _SMEM_SPARE = 6 * 1024
 TUNED = Path(__file__).with_name("tuned.json")
 
 
-@runtime_checkable
-class SharesCache(Protocol):
-    """A configuration that says how many MiB of the L2 cache heads may share."""
-
-    @property
-    def l2_mib(self) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Tile sizes and schedule of the forward kernel.
+class Schedule:
+    """Tile sizes and schedule of a forward kernel.
 
     `warpgroups` consumers of 64 queries each; `kv_block` keys a step; `stages` blocks of K and of V in flight; `turns`:
     the warpgroups alternate at the tensor cores; `persistent`: one CTA per SM takes tile after tile, and loads the next
-    one while it finishes this; `own_output`: the output leaves through shared memory of its own, not through Q's;
+    one while it finishes this; `uncleared`: scores go where no zeros were written before (`mosaic.product`);
     `l2_mib`: heads run side by side as long as their keys and values fit into so many MiB.
     """
 
@@ -40,18 +32,23 @@ class Config:
     stages: int = 2
     turns: bool = False
     persistent: bool = True
-    own_output: bool = True
+    uncleared: bool = False
     l2_mib: int = 16
 
+    _KEYS: ClassVar[int] = 64  # whose multiples blocks are
+
     def __post_init__(self):
+        name = type(self).__name__
         if self.warpgroups not in (2, 3):
-            raise ValueError(f"Config: {self.warpgroups=} - there are registers for 2 or 3. Choose one of them.")
-        if self.kv_block % 64 or not 64 <= self.kv_block <= 256:
-            raise ValueError(f"Config: {self.kv_block=} - must be a multiple of 64, at most 256. Choose such a block.")
+            raise ValueError(f"{name}: {self.warpgroups=} - there are registers for 2 or 3. Choose one of them.")
+        if self.kv_block % self._KEYS or not 64 <= self.kv_block <= 256:
+            raise ValueError(
+                f"{name}: {self.kv_block=} - must be a multiple of {self._KEYS} from 64 to 256. Choose such a block."
+            )
         if self.stages < 2:
-            raise ValueError(f"Config: {self.stages=} - a block is loaded while one is read. Give at least 2.")
+            raise ValueError(f"{name}: {self.stages=} - a block is loaded while one is read. Give at least 2.")
         if self.l2_mib < 1:
-            raise ValueError(f"Config: {self.l2_mib=} - must be at least 1. Give the share of the L2 cache in MiB.")
+            raise ValueError(f"{name}: {self.l2_mib=} - must be at least 1. Give the share of the L2 cache in MiB.")
 
     @property
     def q_block(self) -> int:
@@ -61,7 +58,15 @@ class Config:
     def __str__(self) -> str:
         words = [f"{self.q_block} queries x {self.kv_block} keys", f"{self.warpgroups} warpgroups"]
         words += ["in turns"] * self.turns + [f"{self.stages} stages"] + ["persistent"] * self.persistent
+        words += ["uncleared"] * self.uncleared
         return ", ".join([*words, f"{self.l2_mib} MiB of heads side by side"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Schedule):
+    """Of the kernel in 16 bits; `own_output`: the output leaves through shared memory of its own, not through Q's."""
+
+    own_output: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +142,7 @@ def candidates(spec: AttentionSpec) -> list[Config]:
     both 15 % slower at least (ARCHITECTURE.md, log).
     """
     first = default(spec)
-    found = [first]
+    found = [first, dataclasses.replace(first, uncleared=True)]
     for stages, turns, persistent in itertools.product((2, 3), (False, True), (True, False)):
         # A persistent grid wants the output out of the way of the next tile's Q; otherwise Q's memory does.
         for own_output in (persistent, not persistent):
@@ -187,7 +192,7 @@ def _facts(spec: AttentionSpec) -> dict[str, int | bool]:
     return {"H": H, "H_v": H_v, "is_causal": spec.is_causal}
 
 
-def heads_side_by_side(spec: AttentionSpec, config: SharesCache, itemsize: int = 2) -> int:
+def heads_side_by_side(spec: AttentionSpec, config: Schedule, itemsize: int = 2) -> int:
     """Query heads whose tiles the forward grid mixes: a divisor of all of them, whose keys and values share the L2.
 
     At 8k causal, head dim 128, groups of 2 heads gave 654 TFLOP/s, 1 head 631, 16 heads 645 and 6 heads, which do not

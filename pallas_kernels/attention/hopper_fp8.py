@@ -37,9 +37,12 @@ from pallas_kernels.attention.hopper_walk import (
     follow,
     launch,
     lead,
+    load_tile,
     locate,
     positive_scale,
+    rings,
     sides,
+    with_scores,
 )
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200, Device
@@ -48,6 +51,7 @@ from pallas_kernels.mosaic import ROWS
 i32, f32 = jnp.int32, jnp.float32
 
 _WEIGHT_BITS = math.log2(fp8.WEIGHT_SCALE)
+_SPARE_BITS = math.log2(fp8.LARGEST) - _WEIGHT_BITS  # by which a weight may exceed 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,15 +139,10 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> tuple[Array, ...]:
         "v": mosaic.swizzled((stages, H_v, kv_block), fp8.E4M3),
         "o": mosaic.swizzled((config.q_block, staged_columns(H_v, config)), spec.dtype),
         "lse": plgpu.SMEM((wgs, 64), f32),
-        "q_ready": plgpu.Barrier(num_arrivals=1),
-        "q_free": plgpu.Barrier(num_arrivals=wgs),
-        "k_ready": plgpu.Barrier(num_arrivals=1 + spec.segments, num_barriers=stages),
-        "k_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
-        "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        "v_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        **rings(kernel),
     }
     if config.promote:
-        smem["sums"] = mosaic.swizzled((config.q_block, H_v), f32)
+        smem["sums"] = plgpu.SMEM((config.q_block, H_v), f32)
     if config.turns:
         smem["turn"] = plgpu.Barrier(num_arrivals=1, num_barriers=wgs)
     if spec.segments:
@@ -159,6 +158,9 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
     config = kernel.config
     warpgroup = lax.axis_index("warpgroup")
 
+    def values(batch, kv_head, tokens):
+        return gmem["value"].at[batch, kv_head, :, tokens]
+
     @pl.when(warpgroup < config.warpgroups)
     def _():
         plgpu.set_max_registers(REGISTERS[config.warpgroups][0], action="increase")
@@ -171,50 +173,9 @@ def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
 
         @plgpu.warp_map
         def _(warp):
-            pl.when(warp == 0)(lambda: lead(kernel, gmem, smem, functools.partial(_load, kernel, gmem, smem)))
-
-
-def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
-    """Loads one tile; `count` blocks of keys were loaded before it."""
-    config = kernel.config
-    tile = locate(kernel, gmem, index)
-    kv_head = lax.div(tile.head, i32(kernel.spec.G))
-    steps = tile.stop - tile.start
-
-    def load(name: str, n):
-        slot = lax.rem(count + n, i32(config.stages))
-
-        @pl.when(count + n >= config.stages)
-        def _():
-            plgpu.barrier_wait(smem[f"{name}_free"].at[slot])
-
-        block = tile.stop - 1 - n
-        keys = pl.ds(block * config.kv_block, config.kv_block)
-        if name == "k":
-            source = gmem["key"].at[tile.batch, keys, kv_head]
-        else:
-            source = gmem["value"].at[tile.batch, kv_head, :, keys]
-        plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem[f"{name}_ready"].at[slot])
-        if name == "k" and kernel.spec.segments:
-            plgpu.copy_gmem_to_smem(
-                gmem["kv_ids"].at[tile.batch, block], smem["ids"].at[slot], smem["k_ready"].at[slot]
+            pl.when(warp == 0)(
+                lambda: lead(kernel, gmem, smem, functools.partial(load_tile, kernel, gmem, smem, values))
             )
-
-    @pl.when(turn > 0)
-    def _():
-        plgpu.barrier_wait(smem["q_free"])
-
-    rows = pl.ds(tile.q_tile * config.q_block, config.q_block)
-    plgpu.copy_gmem_to_smem(gmem["query"].at[tile.batch, rows, tile.head], smem["q"], smem["q_ready"])
-    load("k", i32(0))
-
-    @pl.loop(0, steps - 1)
-    def _(n):
-        load("k", n + 1)
-        load("v", n)
-
-    load("v", steps - 1)
-    return count + steps
 
 
 def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
@@ -244,19 +205,25 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         return jnp.maximum(q_scale * scale_of("key_scale", n), float(np.finfo(np.float32).tiny))
 
     def softmax(s, maximum, total, n, factor):
-        """(weights in 8 bits, maximum, total, decay); maxima are of logits in base 2, weights 256 times as large."""
+        """(weights, maximum, total, decay); maxima are of logits in base 2, weights 256 times as large.
+
+        `total` (64, 8) has the sums of every eighth column, each in one thread: they meet at the end.
+        """
         if not spec.segments:  # whose ids lie beside the keys
             plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
         if kernel.masked:
             s = lax.cond(tile.partial(n), lambda s: seen.hide(s, n, slot(n)), lambda s: s, s)
         if spec.segments:
             plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
-        new = jnp.maximum(maximum, s.max(axis=1) * factor)
+        largest = s.max(axis=1) * factor
+        new = jnp.maximum(maximum, largest)
+        if config.lazy:  # NaN is not less than anything
+            new = jnp.where(largest <= maximum + _SPARE_BITS, maximum, new)
         # A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself.
         reference = jnp.where(new == -jnp.inf, 0.0, new) if kernel.masked else new
         weights = jnp.exp2(s * factor - broadcast(reference - _WEIGHT_BITS, s.shape))
         decay = jnp.exp2(maximum - reference)
-        total = total * decay + weights.sum(axis=1)
+        total = functools.reduce(jnp.add, mosaic.columns_of(weights, 8), total * broadcast(decay, total.shape))
         return weights, new, total, decay
 
     def wait_turn():
@@ -269,16 +236,22 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
     plgpu.barrier_wait(smem["q_ready"])
 
-    # What blocks before the last few summed up to, in float32; each thread reads just what it wrote.
+    # What blocks before the last few summed up to, in float32.
     sums: Any = smem["sums"].at[pl.ds(w * 64, 64)] if config.promote else None
 
-    zeros = functools.partial(jnp.zeros, (64, H_v), f32)
+    def zeros(columns):
+        return plgpu.layout_cast(jnp.zeros((64, columns), f32), plgpu.Layout.WGMMA)
+
+    def summed(o, since):
+        """o and those sums, which `since` brings up to date."""
+        return mosaic.load_by_thread(sums) * broadcast(since, o.shape) + o
 
     def with_output(product):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
-        total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
+        since = plgpu.layout_cast(jnp.ones((64,), f32), ROWS)
+        total = zeros(8)
         if sums is not None:
-            sums[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
+            mosaic.store_by_thread(zeros(H_v), sums)
 
         skipped = seen.skipped_blocks(steps)
         if skipped is not None:
@@ -290,13 +263,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         first: Any = i32(0) if skipped is None else skipped
 
-        def first_scores(s_acc):
-            at = slot(first)
-            plgpu.barrier_wait(smem["k_ready"].at[at])
-            plgpu.wgmma(s_acc, q, smem["k"].at[at].T)
-            return s_acc[...]
-
-        s = pl.run_scoped(first_scores, mosaic.ACC((64, config.kv_block), f32))
+        s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
         weights, maximum, total = softmax(s, maximum, total, first, factor_of(first))[:3]
         weights = mosaic.as_operand(weights, fp8.E4M3)
         if config.turns:
@@ -312,49 +279,48 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
-            weights, maximum, total = carry
-            here, there = slot(n), slot(n + 1)
+            weights, maximum, total, since = carry
+            here = slot(n)
             # Read here, long before they are needed.
             factor = factor_of(n + 1)
             unit = scale_of("value_scale", n) / scale_of("value_scale", n + 1)
 
-            def with_scores(s_acc):
-                plgpu.barrier_wait(smem["k_ready"].at[there])
-                wait_turn()
-                plgpu.wgmma(s_acc, q, smem["k"].at[there].T)
+            def beside_them(scores):
                 plgpu.barrier_wait(smem["v_ready"].at[here])
                 plgpu.wgmma(product, weights, smem["v"].at[here].T)
-                pass_turn()
-                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                s = scores(1)
                 new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1, factor)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
+                pass_turn()
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.
                 new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
-                o = product[...]
-                product[...] = o * broadcast(decay * unit, o.shape)
-                return new_weights, new_maximum, new_total
+                product[...], new_since = moved(n, product[...], since, decay * unit)
+                return new_weights, new_maximum, new_total, new_since
 
-            return pl.run_scoped(with_scores, mosaic.ACC((64, config.kv_block), f32))
+            return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
 
-        def group(g, carry):
-            """Some blocks, whose product then goes over to the sums; these lag behind by what the group saw."""
-            start = first + g * config.promote
-            stop = jnp.minimum(start + config.promote, steps - 1)
-            weights, maximum, total = lax.fori_loop(start, stop, step, carry)
-            then = carry[1]
-            reference = jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked else maximum
-            since = jnp.exp2(then - reference) * (scale_of("value_scale", start) / scale_of("value_scale", stop))
-            sums[...] = plgpu.load(sums, layout=plgpu.Layout.WGMMA) * broadcast(since, (64, H_v)) + product[...]
-            product[...] = plgpu.layout_cast(zeros(), plgpu.Layout.WGMMA)
-            return weights, maximum, total
+        def moved(n, o, since, decay):
+            """(what the next block is added to, since); after every few blocks o goes over to the sums."""
 
-        carry = weights, maximum, total
-        if sums is None:
-            weights, maximum, total = lax.fori_loop(first, steps - 1, step, carry)
-        else:
-            groups = lax.div(steps - 1 - first + (config.promote - 1), i32(config.promote))
-            weights, maximum, total = lax.fori_loop(0, groups, group, carry)
+            def scaled(o, since):
+                return o * broadcast(decay, o.shape), since * decay
+
+            def handed_over(o, since):
+                mosaic.store_by_thread(summed(o, since), sums)
+                return zeros(H_v), decay
+
+            usual = scaled
+            if config.lazy:
+                any_moved = mosaic.any_of_warp(jnp.where(decay == 1.0, 0, 1)) > 0
+                usual = functools.partial(lax.cond, any_moved, scaled, lambda *same: same)
+            if sums is None:
+                return usual(o, since)
+            due = lax.rem(n, i32(config.promote)) == config.promote - 1
+            return lax.cond(due, handed_over, usual, o, since)
+
+        carry = weights, maximum, total, since
+        weights, maximum, total, since = lax.fori_loop(first, steps - 1, step, carry)
         if config.turns:
             pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
         plgpu.barrier_arrive(smem["q_free"])
@@ -365,9 +331,8 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         plgpu.wgmma(product, weights, smem["v"].at[last].T)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(smem["v_free"].at[last])
-        o = product[...]
-        if sums is not None:
-            o += plgpu.load(sums, layout=plgpu.Layout.WGMMA)
+        o = product[...] if sums is None else summed(product[...], since)
+        total = total.sum(axis=1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         nothing = maximum == -jnp.inf
         inverse = jnp.where(nothing, 0.0, unit / jnp.where(nothing, 1.0, total))

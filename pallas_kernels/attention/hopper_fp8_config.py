@@ -1,64 +1,48 @@
 """What can be chosen about the FP8 forward kernel, and what is: limits, the tile for each head dim, candidates."""
 
 import dataclasses
-import itertools
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from pallas_kernels.attention import hopper_config
 from pallas_kernels.attention.fp8 import head_dims, kv_block
-from pallas_kernels.attention.hopper_config import SMEM_LIMIT
+from pallas_kernels.attention.hopper_config import SMEM_LIMIT, Schedule
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import Device
 
 # Keys that a tensor core may sum by itself. A product loses what lies below 2^-13 of the sum so far: equal ones stop
 # counting after about 11,000 (measured: 91 % of a sum of 131,072 was lost, 0.1 % with `promote`).
 UNPROMOTED_KEYS = 16_384
-# And may where there is room for float32 sums: of values of one sign it then loses 3 % at most, no more than rounding.
-_PROMOTED_KEYS = 1792
+# And may where there is room for float32 sums: of equal weights 0.9 % would be lost with 1792 keys, nothing with 1344;
+# periods in blocks of 128, 224 and 256 keys are powers of two so, which cost less to find than others.
+_PROMOTED_KEYS = 1024
 # For barriers and small vectors, each rounded up to 1 KiB.
 _SMEM_SPARE = 6 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Config:
-    """Tile sizes and schedule; fields as in `hopper_config.Config`.
+class Fp8Config(Schedule):
+    """Of the kernel in e4m3, where with `turns` a warpgroup begins its products when the other's are done.
 
     `promote`: after so many blocks what the tensor cores have summed up, of which they keep some 14 bits, is added to
     float32 sums in shared memory; 0: never (arXiv 2407.08608 does not; DeepSeek-V3, arXiv 2412.19437, 3.3.2, does).
+    `lazy`: a row's weights are relative to a new maximum only when they would exceed what e4m3 holds, and what was
+    summed up is scaled only then.
     """
 
-    warpgroups: int = 2
-    kv_block: int = 128
-    stages: int = 2
-    turns: bool = False
-    persistent: bool = True
     promote: int = 0
-    l2_mib: int = 16
+    lazy: bool = False
+
+    _KEYS: ClassVar[int] = 32
 
     def __post_init__(self):
-        if self.warpgroups not in (2, 3):
-            raise ValueError(f"Fp8Config: {self.warpgroups=} - there are registers for 2 or 3. Choose one of them.")
-        if self.kv_block % 32 or not 64 <= self.kv_block <= 256:
-            raise ValueError(
-                f"Fp8Config: {self.kv_block=} - must be a multiple of 32 from 64 to 256. Choose such a block."
-            )
+        super().__post_init__()
         if self.promote < 0:
             raise ValueError(f"Fp8Config: {self.promote=} - counts blocks. Give 0 for sums of the tensor cores alone.")
-        if self.stages < 2:
-            raise ValueError(f"Fp8Config: {self.stages=} - a block is loaded while one is read. Give at least 2.")
-        if self.l2_mib < 1:
-            raise ValueError(f"Fp8Config: {self.l2_mib=} - must be at least 1. Give the share of the L2 cache in MiB.")
-
-    @property
-    def q_block(self) -> int:
-        """Queries per tile."""
-        return 64 * self.warpgroups
 
     def __str__(self) -> str:
-        words = [f"{self.q_block} queries x {self.kv_block} keys", f"{self.warpgroups} warpgroups"]
-        words += ["in turns"] * self.turns + [f"{self.stages} stages"] + ["persistent"] * self.persistent
-        words += [f"sums in float32 every {self.promote} blocks"] * (self.promote > 0)
-        return ", ".join([*words, f"{self.l2_mib} MiB of heads side by side"])
+        words = [super().__str__(), f"sums in float32 every {self.promote} blocks"][: 1 + (self.promote > 0)]
+        return ", ".join([*words, *["lazy"] * self.lazy])
 
 
 def staged_columns(H_v: int, config: Fp8Config) -> int:
@@ -99,12 +83,19 @@ def default(spec: AttentionSpec) -> Fp8Config:
 def candidates(spec: AttentionSpec) -> list[Fp8Config]:
     """Configurations worth timing, the default first: those that fit."""
     first = default(spec)
-    found = [first]
-    for stages, persistent in itertools.product((2, 3), (True, False)):
-        config = dataclasses.replace(first, stages=stages, persistent=persistent)
-        if fits(spec, config):
-            found.append(config)
-    return list(dict.fromkeys(found))
+    both = {"lazy": True, "uncleared": True}
+    changes: list[dict[str, Any]] = [{}, {"uncleared": True}, {"lazy": True}, both, both | {"turns": True}]
+    changes += [
+        {"turns": True},
+        both | {"promote": first.promote * 3 // 2},
+        both | {"stages": 3},
+        {"persistent": False},
+    ]
+    if max(head_dims(spec)) == 64:  # instructions for a key of 64 queries: 2.8 with 256 keys at a time, 3.4 with 128
+        wide = both | {"warpgroups": 2, "kv_block": 256, "promote": _PROMOTED_KEYS // 256}
+        changes += [wide, wide | {"turns": True}]
+    found = [dataclasses.replace(first, **change) for change in changes]
+    return [config for config in dict.fromkeys(found) if fits(spec, config)]
 
 
 def why_not(spec: AttentionSpec, device: Device) -> str | None:

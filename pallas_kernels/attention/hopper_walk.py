@@ -1,9 +1,10 @@
 """What the forward kernels share: which CTA walks over which tiles, and which keys the queries of a warpgroup see."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,6 +16,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import blocks
+from pallas_kernels.attention.hopper_config import Schedule
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.mosaic import COLUMNS, ROWS
 
@@ -24,28 +26,12 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 i32, f32 = jnp.int32, jnp.float32
 
 
-@runtime_checkable
-class Config(Protocol):
-    """What a walk reads of a forward configuration."""
-
-    @property
-    def warpgroups(self) -> int: ...
-    @property
-    def q_block(self) -> int: ...
-    @property
-    def kv_block(self) -> int: ...
-    @property
-    def stages(self) -> int: ...
-    @property
-    def persistent(self) -> bool: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Walk:
     """What the bodies know at trace time."""
 
     spec: AttentionSpec
-    config: Config
+    config: Schedule
     heads: int  # per group of heads that share the L2 cache
     cores: int
     masked: bool  # some pair of a computed block may be hidden
@@ -82,7 +68,7 @@ def positive_scale(query: Array, scale: float) -> tuple[Array, float]:
 
 def sides(
     spec: AttentionSpec,
-    config: Config,
+    config: Schedule,
     *,
     query_lengths: Int[Array, " B"] | None = None,
     kv_lengths: Int[Array, " B"] | None = None,
@@ -103,6 +89,19 @@ def sides(
         operands["query_ids"] = blocks.segment_blocks(query_segments, config.q_block, -1)
         operands["kv_ids"] = blocks.segment_blocks(kv_segments, config.kv_block, -2)
     return not isinstance(full, np.ndarray) or not bool(full.all()), operands
+
+
+def rings(walk: Walk) -> dict[str, Any]:
+    """The barriers between the loader, of a tile's queries and of rings of keys and values, and those who read them."""
+    wgs, stages = walk.config.warpgroups, walk.config.stages
+    return {
+        "q_ready": plgpu.Barrier(num_arrivals=1),
+        "q_free": plgpu.Barrier(num_arrivals=wgs),
+        "k_ready": plgpu.Barrier(num_arrivals=1 + walk.spec.segments, num_barriers=stages),
+        "k_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+        "v_ready": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        "v_free": plgpu.Barrier(num_arrivals=wgs, num_barriers=stages),
+    }
 
 
 def launch(
@@ -193,6 +192,54 @@ def lead(walk: Walk, gmem: dict[str, Any], smem: dict[str, Any], load: Callable[
         plgpu.barrier_wait(smem["v_free"].at[slot])
 
 
+def load_tile(
+    walk: Walk,
+    gmem: dict[str, Any],
+    smem: dict[str, Any],
+    values_of: Callable[[Any, Any, Any], Any],
+    index: Any,
+    turn: Any,
+    count: Any,
+) -> Any:
+    """Loads one tile; `count` blocks of keys were loaded before it. `values_of(batch, key head, tokens)` is a ref."""
+    config = walk.config
+    tile = locate(walk, gmem, index)
+    kv_head = lax.div(tile.head, i32(walk.spec.G))
+    steps = tile.stop - tile.start
+
+    def load(name: str, n):
+        slot = lax.rem(count + n, i32(config.stages))
+
+        @pl.when(count + n >= config.stages)
+        def _():
+            plgpu.barrier_wait(smem[f"{name}_free"].at[slot])
+
+        block = tile.stop - 1 - n
+        rows = pl.ds(block * config.kv_block, config.kv_block)
+        source = gmem["key"].at[tile.batch, rows, kv_head] if name == "k" else values_of(tile.batch, kv_head, rows)
+        plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem[f"{name}_ready"].at[slot])
+        if name == "k" and walk.spec.segments:
+            plgpu.copy_gmem_to_smem(
+                gmem["kv_ids"].at[tile.batch, block], smem["ids"].at[slot], smem["k_ready"].at[slot]
+            )
+
+    @pl.when(turn > 0)
+    def _():
+        plgpu.barrier_wait(smem["q_free"])
+
+    rows = pl.ds(tile.q_tile * config.q_block, config.q_block)
+    plgpu.copy_gmem_to_smem(gmem["query"].at[tile.batch, rows, tile.head], smem["q"], smem["q_ready"])
+    load("k", i32(0))
+
+    @pl.loop(0, steps - 1)
+    def _(n):
+        load("k", n + 1)
+        load("v", n)
+
+    load("v", steps - 1)
+    return count + steps
+
+
 def follow(walk: Walk, smem: dict[str, Any], one: Callable[[Any, Any, Any], Any]) -> None:
     """Everybody else's walk: `one(tile, turn, blocks so far) -> blocks so far` for each tile that the loader names."""
     if not walk.persistent:
@@ -231,6 +278,32 @@ def while_tiles_last(walk: Walk, step: Callable[..., Any], start: Any) -> Any:
         return lax.fori_loop(0, jnp.where(left(carry), i32(size), i32(0)), maybe, carry)
 
     return lax.fori_loop(0, i32(size), one_round, start)
+
+
+def with_scores(
+    walk: Walk,
+    smem: dict[str, Any],
+    q: Any,
+    slot: Any,
+    function: Callable[[Callable[[int], Any]], Any],
+    before: Callable[[], None] = lambda: None,
+) -> Any:
+    """function(scores), where `scores(m)` are those of q and a slot's keys, when at most m later products still run."""
+    keys = smem["k"].at[slot]
+
+    def begin():
+        plgpu.barrier_wait(smem["k_ready"].at[slot])
+        before()
+
+    def cleared(s_acc):
+        begin()
+        plgpu.wgmma(s_acc, q, keys.T)
+        return function(lambda m: plgpu.wgmma_accumulator_load(s_acc, wait_n=m))
+
+    if not walk.config.uncleared:
+        return pl.run_scoped(cleared, mosaic.ACC((64, walk.config.kv_block), f32))
+    begin()
+    return function(functools.partial(mosaic.finished, mosaic.product(q, keys)))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import callback, source_info_util
 from jax._src import core as jax_core
@@ -193,6 +194,8 @@ def _inline(self, eqn, token, values):
                 raise NotImplementedError("a RefUnion as an argument of an inline function")
             refs[position] = (var.aval, args[position], tuple(transforms[position]))
     means = getattr(function, "interpret", None)
+    if means == ("product",):
+        return _product(self, eqn, token, refs)
     if isinstance(means, tuple):
         return _operation(self, eqn, token, means, args, refs), []
     if hasattr(function, "interpret_refs"):
@@ -232,6 +235,29 @@ def _inline_with_refs(self, eqn, token, args, refs):
             source_info=eqn.source_info,
         )
     return token, jax.tree.leaves(results)
+
+
+def _product(self, eqn, token, refs):
+    """As a wgmma into zeros, which reads its operands until somebody waits for it."""
+    out = eqn.outvars[0].aval
+    token, key = _to_registers(self, eqn, token, jnp.zeros(out.shape, out.dtype))
+    operands = {}
+    for name, (aval, ref, transforms) in zip("ab", refs.values(), strict=True):
+        whole = state.TransformedRef(aval, transforms)
+        where = (whole if name == "a" else whole.T).transforms
+        operands |= {f"{name}_allocation_key_as_array": ref, f"{name}_transforms": where}
+    token = callback.io_callback(
+        functools.partial(machine.wgmma, source_info=eqn.source_info),
+        gpu_callbacks.TOKEN_SHAPE_DTYPE,
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        acc_allocation_key_as_array=key,
+        acc_transforms=(),
+        **operands,
+    )
+    token, result = _call(self, eqn, token, machine.registers, key, None, out=out)
+    return _free_registers(self, eqn, token, key), [result]
 
 
 def _operation(self, eqn, token, means, args, refs):

@@ -15,6 +15,7 @@ An inline function is run by a stand-in, an attribute of what is given to `plgpu
     ("bar.arrive", threads) f(barrier)
     ("turn.wait",)          f(ref, i, n)    until element i (row-major) of int32 GMEM `ref` >= n; acquire
     ("turn.add",)           f(ref, i)       adds 1 to it; release
+    ("product",)            f(a, b)         a b' by wgmma, until somebody waits for it
     ("nothing",)            f(...)          has no meaning here (prefetches, hints)
 A barrier that is a constant of the kernel follows `threads`: ("bar.sync", 160, 4) for f(). The callers are warps inside
 `plgpu.warp_map`, warpgroups elsewhere. CTAs run one after another, in the order of the grid: a kernel whose turns wait

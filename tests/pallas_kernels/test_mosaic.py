@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from pallas_kernels import mosaic
-from tests.mosaic.interpreter import run_interpreted
+from tests.mosaic.interpreter import Race, run_interpreted
 from tests.mosaic.lowering import lower_for_cuda
 
 plgpu: Any = mosaic_gpu
@@ -98,3 +98,39 @@ def test_opaque_changes_nothing():
 
     x = jnp.arange(128, dtype=i32)
     np.testing.assert_array_equal(run(kernel(body, jax.ShapeDtypeStruct((128,), i32)), x), x + 3)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_product_reads_its_operands_until_it_has_finished(early):
+    """Sums of two products, the second of another b in the same memory: there too early, it is a race."""
+    rng = np.random.default_rng(0)
+    a, first, second = (jnp.asarray(rng.integers(-8, 8, (64, 128)), "float8_e4m3fn") for _ in range(3))
+
+    def body(a_ref, *refs):
+        *b_refs, out_ref, a, b, parked, loaded = refs
+
+        def load(source, target):
+            plgpu.copy_gmem_to_smem(source, target, loaded)
+            plgpu.barrier_wait(loaded)
+
+        load(a_ref, a)
+        load(b_refs[0], b)
+        running = mosaic.product(a, b)
+        x = None if early else mosaic.finished(running, 0)
+        load(b_refs[1], b)
+        x = mosaic.finished(running, 0) if early else x
+        mosaic.store_by_thread(x, parked)
+        y = mosaic.finished(mosaic.product(a, b), 0)
+        ones = plgpu.layout_cast(jnp.full((64,), 1, i32), mosaic.ROWS)
+        odd = mosaic.any_of_warp(ones - ones) + 2 * mosaic.any_of_warp(ones)
+        out_ref[...] = mosaic.load_by_thread(parked) + y * odd.astype(f32)
+
+    tile = mosaic.swizzled((64, 128), a.dtype)
+    scratch = tile, tile, plgpu.SMEM((64, 64), f32), plgpu.Barrier()
+    function = kernel(body, jax.ShapeDtypeStruct((64, 64), f32), *scratch)
+    if early:
+        with pytest.raises(Race):
+            run_interpreted(function, a, first, second)
+        return
+    wide = [np.asarray(x.astype(f32)) for x in (a, first, second)]
+    np.testing.assert_array_equal(run(function, a, first, second), wide[0] @ (wide[1] + 2 * wide[2]).T)

@@ -33,7 +33,7 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 HEADS = [(1, 1), (2, 1)]  # of queries, of keys
 CONFIGS = {
     "2x64": Config(kv_block=64),
-    "2x128": Config(kv_block=128),
+    "2x128": Config(kv_block=128, uncleared=True),
     "2x64_turns_alone": Config(kv_block=64, turns=True, persistent=False),
     "2x64_stages_shared_output": Config(kv_block=64, stages=3, own_output=False),
     "3x64_alone_shared_output": Config(warpgroups=3, kv_block=64, persistent=False, own_output=False),

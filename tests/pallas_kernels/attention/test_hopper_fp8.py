@@ -24,9 +24,10 @@ from tests.tolerance import assert_close
 
 CONFIGS = {
     "2x64": Fp8Config(kv_block=64),
-    "2x224": Fp8Config(kv_block=224),
-    "2x96_turns_alone": Fp8Config(kv_block=96, turns=True, persistent=False),
-    "3x64_stages": Fp8Config(warpgroups=3, kv_block=64, stages=3),
+    "2x64_both": Fp8Config(kv_block=64, promote=2, lazy=True, uncleared=True),
+    "2x224": Fp8Config(kv_block=224, promote=8),
+    "2x96_turns_alone": Fp8Config(kv_block=96, turns=True, persistent=False, lazy=True),
+    "3x64_stages": Fp8Config(warpgroups=3, kv_block=64, stages=3, promote=1, uncleared=True),
     "2x128_promote": Fp8Config(kv_block=128, promote=2),
 }
 
@@ -62,7 +63,7 @@ def check(case: Case, config: Fp8Config) -> None:
 
 
 INTERPRETED = {
-    "whole": (case(T=64, S=100), "2x64"),
+    "whole": (case(T=64, S=230), "2x64_both"),
     "causal": (case(T=150, S=230, N=2, is_causal=True, causal_alignment="bottom_right", H=128, H_v=128), "2x224"),
     "segments": (case(B=2, T=130, S=130, query_runs=((0, 50), (-1, 20), (1, 60)), H=40, H_v=72), "3x64_stages"),
     "lengths": (
@@ -112,13 +113,14 @@ def test_float32_sums_hold_what_short_ones_lose(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_reaches_those_who_see_it():
+@pytest.mark.parametrize("config", ["2x64", "2x64_both"])
+def test_what_is_not_finite_reaches_those_who_see_it(config):
     """A key or a value with NaN or inf: NaN in all rows that see it, and no change in any other."""
     plain = case(B=3, T=100, S=130, is_causal=True)
     arguments = {name: x for name, x in plain.arguments().items() if x is not None}
     arrays = [np.array(jnp.broadcast_to(arguments[n][:1], arguments[n].shape)) for n in ("query", "key", "value")]
     arrays[1][1, 70, 0, 3], arrays[2][2, 70, 0, 5] = np.nan, np.inf
-    spec, config = plain.spec(), CONFIGS["2x64"]
+    spec, config = plain.spec(), CONFIGS[config]
     operands = fp8.quantise(spec, *map(jnp.asarray, arrays), block=64)
     out, lse = run_interpreted(
         lambda x: hopper_fp8.attend_operands(spec, x, scale=0.125, config=config, device=ONE_CORE), operands
@@ -171,11 +173,14 @@ def test_default_configurations_fit():
         if reason is None:
             assert config.kv_block == fp8.kv_block(spec) and (config.promote > 0) == (H_v <= 128)
             assert hopper_fp8_config.fits(spec, config), (H, H_v, config)
-            assert hopper_fp8_config.candidates(spec)[0] == config
+            if (H, H_v) in DIMS:
+                assert hopper_fp8_config.candidates(spec)[0] == config
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"warpgroups": 4}, {"kv_block": 80}, {"kv_block": 288}, {"stages": 1}, {"l2_mib": 0}], ids=str
+    "wrong",
+    [{"warpgroups": 4}, {"kv_block": 80}, {"kv_block": 288}, {"stages": 1}, {"l2_mib": 0}, {"promote": -1}],
+    ids=str,
 )
 def test_configurations_that_the_hardware_refuses(wrong):
     (name,) = wrong
