@@ -282,13 +282,15 @@ def _add_quantize(commands: Any) -> None:
     parser.add_argument("--damping", type=float, default=0.05, help="of GPTQ (default 0.05; the paper's is 0.01)")
     mse = "of GPTQ: ranges of groups by least squares (default true; the paper's are whole: false)"
     parser.add_argument("--mse", default="true", choices=("true", "false"), help=mse)
+    share = "of its inputs' error that each weight is corrected for, 0 (off, the default) to 1; QEP's is 0.5"
+    parser.add_argument("--propagate-error", type=float, default=0.0, metavar="SHARE", help=share)
     _add_fields(parser, Recipe, skip=frozenset())
 
 
 def _quantize(args: argparse.Namespace) -> None:
     recipe = override(Recipe(), _given(args, Recipe, skip=frozenset()))
     out = Path(args.out).expanduser()
-    check_method(args.method, args.order, args.damping, args.calibration is not None)
+    check_method(args.method, args.order, args.damping, args.propagate_error, args.calibration is not None)
     check_room(out, 0)
     format = _quantised_format(args.format, recipe)
     model, batches = _load(args), None
@@ -303,7 +305,10 @@ def _quantize(args: argparse.Namespace) -> None:
         )  # fmt: skip
     records: list[dict[str, Any]] = []
     unfinished = out.absolute().with_name(f".{out.name}.blocks")
-    how = {"method": args.method, "order": args.order, "damping": args.damping, "mse": args.mse == "true"}
+    how = {
+        "method": args.method, "order": args.order, "damping": args.damping, "mse": args.mse == "true",
+        "propagate_error": args.propagate_error,
+    }  # fmt: skip
     packed = quantize(model, recipe, batches, **how, folder=unfinished, on_record=records.append)
     save(packed, out, format=format)
     console = Console(stderr=True)
