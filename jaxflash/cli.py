@@ -300,15 +300,10 @@ def _quantize(args: argparse.Namespace) -> None:
         check_sizes("quantize", model.config, format, recipe, ordered=ordered)
     sizes = {"rows": args.rows, "seq_len": args.seq_len, "batch_size": args.batch_size}
     if args.calibration is not None:
-        batches = calibration_batches(
-            args.calibration, model.tokenizer, vocab_size=model.config.vocab_size, **sizes
-        )  # fmt: skip
+        batches = calibration_batches(args.calibration, model.tokenizer, vocab_size=model.config.vocab_size, **sizes)
     records: list[dict[str, Any]] = []
     unfinished = out.absolute().with_name(f".{out.name}.blocks")
-    how = {
-        "method": args.method, "order": args.order, "damping": args.damping, "mse": args.mse == "true",
-        "propagate_error": args.propagate_error,
-    }  # fmt: skip
+    how = {n: getattr(args, n) for n in ("method", "order", "damping", "propagate_error")} | {"mse": args.mse == "true"}
     packed = quantize(model, recipe, batches, **how, folder=unfinished, on_record=records.append)
     save(packed, out, format=format)
     console = Console(stderr=True)
