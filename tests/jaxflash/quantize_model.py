@@ -39,9 +39,11 @@ def batches(padding=0):
 
 
 @functools.cache
-def quantized(method, n_layers=2):
+def quantized(method, propagate_error=0.0):
     records = []
-    packed = quantize(model(n_layers), RECIPE, batches(), method=method, on_record=records.append, quiet=True)
+    packed = quantize(
+        model(), RECIPE, batches(), method=method, propagate_error=propagate_error, on_record=records.append, quiet=True
+    )
     return packed, records
 
 

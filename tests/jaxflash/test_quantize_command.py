@@ -54,10 +54,14 @@ def test_wrong_calls_are_told():
         quantize(model(), RECIPE, batches(), order="statik")
     with pytest.raises(ValueError, match="damping=-1.0 - must be finite"):
         quantize(model(), RECIPE, batches(), damping=-1.0)
+    with pytest.raises(ValueError, match="propagate_error=1.5 - must be from 0"):
+        quantize(model(), RECIPE, batches(), propagate_error=1.5)
+    with pytest.raises(ValueError, match="propagate_error=0.5 without batches"):
+        quantize(model(), RECIPE, method="rtn", propagate_error=0.5)
     with pytest.raises(ValueError, match="method='awq' without batches"):
         quantize(model(), RECIPE, method="awq")
     with pytest.raises(ValueError, match="blocks/attention/k/weight is quantised already"):
-        quantize(quantized("gptq")[0], RECIPE, batches())
+        quantize(quantized("gptq", 0.5)[0], RECIPE, batches())
     broken = model()
     up = broken.params["blocks"]["mlp"]["up"]
     up["weight"] = up["weight"].at[1, 0, 0].set(jnp.nan)
@@ -76,7 +80,7 @@ def test_wrong_calls_are_told():
 
 
 def test_the_report_is_json_and_a_table(tmp_path):
-    records = quantized("gptq")[1]
+    records = quantized("gptq", 0.5)[1]
     write_report(tmp_path, records, RECIPE, method="gptq")
     said = json.loads((tmp_path / REPORT).read_text())
     assert said["recipe"] == dataclasses.asdict(RECIPE) and said["method"] == "gptq" and said["linears"] == records

@@ -51,9 +51,16 @@ def test_folded_scales_leave_the_model_what_it_was(monkeypatch):
     assert_close(oracle.logits(params, CONFIG, row).astype(np.float32), truth, plain)
 
 
-@pytest.mark.parametrize("method", ["awq+gptq", pytest.param("awq", marks=pytest.mark.slow)])
-def test_scaled_methods_do_better_than_the_nearest_codes_and_generate(method):
-    packed, records = quantized(method)
+@pytest.mark.parametrize(
+    "method, share",
+    [
+        ("awq+gptq", 0.0),
+        pytest.param("awq+gptq", 0.5, marks=pytest.mark.slow),
+        pytest.param("awq", 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_scaled_methods_do_better_than_the_nearest_codes_and_generate(method, share):
+    packed, records = quantized(method, share)
     gains = [gain(record) for record in records]
     assert len(gains) == 14 and np.log(gains).mean() < 0 and max(gains) <= 1
     dense = dataclasses.replace(packed, params=dequantized(packed.params))
@@ -61,11 +68,13 @@ def test_scaled_methods_do_better_than_the_nearest_codes_and_generate(method):
 
 
 def test_scales_that_make_a_linear_worse_are_taken_back(monkeypatch):
-    """All of them here: the result is that of the method without scales, and so no worse than the nearest codes."""
+    """All of them here: the result is that of the method without scales, and so no worse than the nearest codes.
+    Weights are corrected for the error before them in both."""
     monkeypatch.setattr(sys.modules[quantize.__module__], "awq_scales", wild)
     records = []
-    packed = quantize(model(), RECIPE, batches(), method="awq+gptq", on_record=records.append, quiet=True)
-    plain, plain_records = quantized("gptq")
+    how = {"method": "awq+gptq", "propagate_error": 0.5}
+    packed = quantize(model(), RECIPE, batches(), on_record=records.append, quiet=True, **how)
+    plain, plain_records = quantized("gptq", 0.5)
     assert max(gain(record) for record in records) <= 1
     assert records == plain_records
     assert_same_bits(packed.params, plain.params)
