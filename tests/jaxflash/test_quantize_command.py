@@ -153,14 +153,21 @@ def test_the_command_line_quantises_evaluates_and_generates(command, tmp_path, c
         "awq+gptq",
     )
     sizes = ("--rows", 4, "--seq-len", 24, "--batch-size", 2, "--group", 32, "--symmetric", "false")
+    sizes += ("--propagate-error", 0.5)
     told = command("quantize", *flags, *sizes).err
     assert "attention/out" in told and f"done, in {out}/" in told
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dense", "packed", "text.txt"]
     said = json.loads((out / REPORT).read_text())
-    assert said["method"] == "awq+gptq" and len(said["linears"]) == 14 and said["calibration"]["rows"] == 4
+    assert (
+        said["method"] == "awq+gptq"
+        and said["propagate_error"] == 0.5
+        and len(said["linears"]) == 14
+        and said["calibration"]["rows"] == 4
+    )
 
     rows = calibration_batches([text], ByteTokenizer(), vocab_size=257, rows=4, seq_len=24, batch_size=2)
-    expected, loaded = quantize(model(), RECIPE, rows, method="awq+gptq", quiet=True), load(out)
+    how = {"method": "awq+gptq", "propagate_error": 0.5}
+    expected, loaded = quantize(model(), RECIPE, rows, quiet=True, **how), load(out)
     assert_same_bits(dequantized(loaded.params), dequantized(expected.params))
 
     printed = command(
