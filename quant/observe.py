@@ -57,7 +57,7 @@ def observe(x: ArrayLike, mask: ArrayLike | None = None, reference: ArrayLike | 
       x: (..., K) floating.
       mask: (...) bool, False for padding, which is not counted, whatever it holds; None: every token counts.
       reference: (..., K) floating, what the layer reads of the same tokens in the dense model: `drift` is summed too,
-        which doubles the time and the memory.
+        in the memory of the gram again, by a product in float32, which differences of 16-bit numbers need.
 
     Raises:
       ValueError: x is not floating or has no features, the mask is not bool or has not x's leading dims, or the
