@@ -1,7 +1,8 @@
 """Text run through a model one block at a time, and the statistics of what the linears of a block read.
 
     tokens -> embed -> x -> block 0 -> x -> block 1 -> ...      only x and one block are alive
-                             | a tap before a linear adds  sum x x^T,  sum |x|,  count
+                             | a tap before a linear adds  sum x x^T,  sum |x|,  count,  and
+                             | sum x (r - x)^T  where r, of the dense model's blocks, comes along beside x
 
 The model does not know that it is observed: a tap takes a linear's place in a module made for this one trace, and
 whatever comes after the last tap is dead code to the compiler. A block's parameters here are a flat dict,
@@ -79,12 +80,16 @@ class Calibration:
 
     tokens: how many count, in all batches together. fingerprint: a digest of all that was given.
 
+    reference: whether the dense model's hidden states come along: as many again, and twice the passes.
+
     Raises:
       ValueError: nothing that counts, too little of it, ids outside of the vocabulary, rows longer than the context, or
         arrays that do not go together.
     """
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, Any], batches: Iterable[Batch]):
+    def __init__(
+        self, config: ModelConfig, params: Mapping[str, Any], batches: Iterable[Batch], *, reference: bool = False
+    ):
         batches = list(batches)
         self.tokens = _check_batches(config, batches)
         self.fingerprint = _fingerprint(batches)
@@ -100,18 +105,37 @@ class Calibration:
         ]
         outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
         self._hidden = [_embed(outer, jnp.asarray(batch.tokens), config=config) for batch in batches]
+        self._reference = [x.copy() for x in self._hidden] if reference else None
 
-    def statistics(self, block: BlockParams, linears: tuple[str, ...]) -> dict[str, Statistics]:
-        """Of the inputs of each of `linears`, over all tokens that count, where `block` reads the hidden states."""
-        total = {name: Statistics.empty(block[f"{name}/weight"].shape[0]) for name in linears}
-        for x, places in zip(self._hidden, self._places, strict=True):
-            total = _add_statistics(total, block, x, places, config=self._config)
+    def statistics(
+        self, block: BlockParams, linears: tuple[str, ...], dense: BlockParams | None = None
+    ) -> dict[str, Statistics]:
+        """Of the inputs of each of `linears`, over all tokens that count, where `block` reads the hidden states.
+
+        With the drift from what they are where `dense`, if given, reads the dense model's.
+        """
+        drift = dense is not None
+        total = {name: Statistics.empty(block[f"{name}/weight"].shape[0], drift=drift) for name in linears}
+        for i, (x, places) in enumerate(zip(self._hidden, self._places, strict=True)):
+            beside = None if dense is None else (dense, self._dense_states()[i])
+            total = _add_statistics(total, block, x, places, beside, config=self._config)
         return total
 
-    def advance(self, block: BlockParams) -> None:
-        """Runs the hidden states through `block`."""
-        for i, (x, places) in enumerate(zip(self._hidden, self._places, strict=True)):
-            self._hidden[i] = _forward(block, x, places, config=self._config)
+    def advance(self, block: BlockParams, dense: BlockParams | None = None) -> None:
+        """Runs the hidden states through `block`, and the dense model's, if they are there, through `dense`."""
+        _advance(self._hidden, block, self._places, self._config)
+        if dense is not None:
+            _advance(self._dense_states(), dense, self._places, self._config)
+
+    def _dense_states(self) -> list[Array]:
+        if self._reference is None:
+            raise ValueError(f"{_OP}: this calibration has no hidden states of a dense model. Make it with reference.")
+        return self._reference
+
+
+def _advance(hidden: list[Array], block: BlockParams, places: list[dict[str, Any]], config: ModelConfig) -> None:
+    for i, (x, place) in enumerate(zip(hidden, places, strict=True)):
+        hidden[i] = _forward(block, x, place, config=config)
 
 
 def block_params(stacked: PyTree, layer: int) -> BlockParams:
@@ -141,16 +165,27 @@ def _add_statistics(
     block: BlockParams,
     x: Float[Array, "b t d"],
     places: dict[str, Any],
+    beside: tuple[BlockParams, Float[Array, "b t d"]] | None,
     *,
     config: ModelConfig,
 ) -> dict[str, Statistics]:
+    """beside: the dense block, and what it reads."""
+    seen = _reads(block, x, places, tuple(total), config)
+    before = {} if beside is None else _reads(*beside, places, tuple(total), config)
+    return {name: sums + observe(seen[name], places["mask"], before.get(name)) for name, sums in total.items()}
+
+
+def _reads(
+    block: BlockParams, x: Array, places: dict[str, Any], linears: tuple[str, ...], config: ModelConfig
+) -> dict[str, Array]:
+    """What each of `linears` reads where the block reads x."""
     module, seen = _module(block, config), {}
-    for name in total:
+    for name in linears:
         *owners, last = name.split("/")
         owner = functools.reduce(getattr, owners, module)
         setattr(owner, last, _Tap(getattr(owner, last), seen, name))
     _run(module, x, places, config)
-    return {name: sums + observe(seen[name], places["mask"]) for name, sums in total.items()}
+    return seen
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="x")

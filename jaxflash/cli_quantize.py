@@ -26,7 +26,7 @@ from quant.gptq import ORDERS
 from quant.recipe import STORED_BITS, Fp8Recipe, Recipe
 
 _DENSE, _COMPRESSED = "dense", "compressed-tensors"
-_HOW: dict[str, Any] = {"method": "gptq", "order": "static", "damping": 0.05, "mse": "true"}
+_HOW: dict[str, Any] = {"method": "gptq", "order": "static", "damping": 0.05, "mse": "true", "propagate_error": 0.0}
 _TEXT: dict[str, Any] = {"rows": 64, "seq_len": 512, "batch_size": 8}
 
 
@@ -56,6 +56,8 @@ def add(commands: Any) -> None:
     bits.add_argument("--damping", type=float, help=f"of GPTQ (default {_HOW['damping']}; the paper's is 0.01)")
     mse = f"of GPTQ: ranges of groups by least squares (default {_HOW['mse']}; the paper's are whole: false)"
     bits.add_argument("--mse", choices=("true", "false"), help=mse)
+    share = "of its inputs' error that each weight is corrected for, 0 (off, the default) to 1; QEP's is 0.5"
+    bits.add_argument("--propagate-error", type=float, metavar="SHARE", help=share)
     add_fields(bits, Recipe, skip=frozenset())
 
 
@@ -99,7 +101,8 @@ def _to_bits(args: argparse.Namespace, out: Path) -> None:
         for defaults in (_HOW, _TEXT)
     )
     how["mse"] = how["mse"] == "true"
-    check_method(how["method"], how["order"], how["damping"], args.calibration is not None)
+    chosen = (how[name] for name in ("method", "order", "damping", "propagate_error"))
+    check_method(*chosen, args.calibration is not None)
     check_room(out, 0)
     format = _format_of_bits(args.format, recipe)
     model, batches = load_source(args), None

@@ -2,7 +2,8 @@
 
     for each block:  [AWQ: statistics of all its linears -> scales -> folded into what comes before]
                      for each stage of linears that share inputs:
-                         statistics, through whatever is quantised so far -> codes -> the weight's place in the block
+                         statistics, through whatever is quantised so far
+                         [weights corrected for what their inputs lost] -> codes -> the weight's place in the block
                      [AWQ: again without the scales of a stage, where a linear of it came out worse than nearest codes]
                      hidden states through the finished block
 
@@ -37,6 +38,7 @@ from quant.gptq import ORDERS, gptq_codes
 from quant.grid import Codes
 from quant.lora import LoraTensor
 from quant.observe import Statistics
+from quant.propagation import check_share, propagated
 from quant.recipe import STORED_BITS, Fp8Recipe, Recipe
 from quant.report import Report, measure, objective, relative_error
 from quant.rtn import nearest_codes, nearest_stored
@@ -47,6 +49,7 @@ _OP = "quantize"
 
 type Scales = Mapping[Stage, Float[Array, " k"]]
 type Solve = Callable[[Array, Statistics], tuple[Codes, Report]]
+type Correct = Callable[[Array, Statistics], Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +78,7 @@ def quantize(
     order: str = "static",
     damping: float = 0.05,
     mse: bool = True,
+    propagate_error: float = 0.0,
     folder: str | Path | None = None,
     on_record: Callable[[dict[str, Any]], None] | None = None,
     quiet: bool = False,
@@ -91,6 +95,9 @@ def quantize(
       method: "rtn" (rounded to nearest; needs no batches), "gptq" (2210.17323), "awq" (2306.00978), or "awq+gptq": the
         codes of GPTQ for weights scaled by AWQ. None: "rtn" without batches, else "gptq".
       order, damping, mse: of GPTQ, see `quant.gptq`; the paper's are "none" or "activation", 0.01 and False.
+      propagate_error: the share of what its inputs lost in the layers before that each weight is corrected for, before
+        any method, see `quant.propagation`; objectives are then those of the corrected weights. The dense model's
+        hidden states come along: twice the memory for them and for statistics, and twice the passes. 0: off.
       folder: where finished blocks are kept. A later call with the same arguments goes on from there, to the same bits.
       on_record: called for every linear with its block, its name, its shape, and its `quant.report.Report` as a dict,
         or, of FP8, the error |W - Q| / |W|. Not without batches in 4 bits.
@@ -101,13 +108,16 @@ def quantize(
       block and the statistics of its linears are alive at a time.
 
     Raises:
-      ValueError: before any work: an unknown method or order, a method that lacks batches, too few tokens, weights that
-        are all packed already, have adapters, are not finite or, with batches, lie on several devices, a folder of
-        another quantisation. Later: hidden states that are not finite.
+      ValueError: before any work: an unknown method or order, a method or propagation that lacks batches, too few
+        tokens, weights that are all packed already, have adapters, are not finite or, with batches, lie on several
+        devices, a folder of another quantisation. Later: hidden states that are not finite.
     """
     if isinstance(recipe, Fp8Recipe):
-        if method not in (None, "rtn") or batches is not None:
-            raise ValueError(f"{_OP}: {method=} of FP8 - weights are rounded to nearest. Leave method and batches out.")
+        if method not in (None, "rtn") or batches is not None or propagate_error:
+            raise ValueError(
+                f"{_OP}: {method=}, {propagate_error=} of FP8 - weights are rounded to nearest. Leave method, batches and "
+                "propagate_error out."
+            )
         dense = flatten_dict(model.params["blocks"], sep="/")
         _check_dense(dense, Method(scale=True))  # all are, or none
         blocks = _rounded(dense, functools.partial(quantize_fp8, scaling=recipe.scaling))
@@ -115,18 +125,20 @@ def quantize(
             on_record(record)  # pyright: ignore[reportOptionalCall]
         return _with_blocks(model, blocks)
     recipe = Recipe() if recipe is None else recipe
-    method = check_method(method, order, damping, batches is not None)
+    method = check_method(method, order, damping, propagate_error, batches is not None)
     dense = flatten_dict(model.params["blocks"], sep="/")
     _check_dense(dense, METHODS[method])
     if batches is None:
         return _with_blocks(model, _rounded(dense, functools.partial(nearest_stored, recipe=recipe)), recipe.bits)
     _check_weights(dense)
     solve = functools.partial(gptq_codes, recipe=recipe, order=order, damping=damping, mse=mse)
-    calibration = Calibration(model.config, model.params, batches)
+    correct = functools.partial(propagated, share=propagate_error, damping=damping) if propagate_error else None
+    calibration = Calibration(model.config, model.params, batches, reference=correct is not None)
     store = None
     if folder is not None:
         settings = {"method": method, "order": order, "damping": damping, "mse": mse}
         settings |= {
+            "propagate_error": propagate_error,
             "recipe": dataclasses.asdict(recipe),
             "model": dataclasses.asdict(model.config),
             "calibration": calibration.fingerprint,
@@ -141,7 +153,7 @@ def quantize(
             block = block_params(model.params["blocks"], layer)
             done = None if store is None else store.read(layer, block)
             if done is None:
-                done = quantize_block(block, calibration, model.config, METHODS[method], recipe, solve, layer)
+                done = quantize_block(block, calibration, model.config, METHODS[method], recipe, solve, correct, layer)
                 if store is not None:
                     store.write(layer, block, *done)
             for record in done[1]:
@@ -149,7 +161,7 @@ def quantize(
                 if on_record is not None:
                     on_record(record)
             if layer + 1 < model.config.n_layers:
-                calibration.advance(done[0])
+                calibration.advance(done[0], block if correct is not None else None)
             finished.append(jax.device_get(done[0]))
             bar.advance(task)
     stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *finished)
@@ -163,16 +175,18 @@ def quantize_block(
     method: Method,
     recipe: Recipe,
     solve: Solve,
+    correct: Correct | None,
     layer: int,
 ) -> tuple[BlockParams, list[dict[str, Any]]]:
     """(the block quantised, a record of every linear) where the calibration's hidden states have come to it.
 
-    solve: `quant.gptq.gptq_codes` with its settings, where the method feeds errors back.
+    solve: `quant.gptq.gptq_codes` with its settings, where the method feeds errors back. correct:
+    `quant.propagation.propagated` with its own, where errors are propagated.
     """
     scales = input_scales(block, calibration, config, recipe, layer) if method.scale else {}
     while True:
         folded = fold_scales(block, scales, config)
-        done, reports = _quantised(folded, calibration, scales, method, recipe, solve, layer)
+        done, reports = _quantised(folded, calibration, scales, method, recipe, solve, correct, layer)
         # A stage's scale was chosen by what the dense block reads. Without one no method does worse than nearest codes.
         worse = [stage for stage in scales if any(reports[n].objective > reports[n].rtn for n in stage.linears)]
         if not worse:
@@ -190,19 +204,21 @@ def _quantised(
     method: Method,
     recipe: Recipe,
     solve: Solve,
+    correct: Correct | None,
     layer: int,
 ) -> tuple[BlockParams, dict[str, Report]]:
     """(the block, in which `scales` are folded, in codes; the reports of its linears in the order of STAGES)."""
-    reports = {}
+    reports, before = {}, block if correct is not None else None
     for stage in STAGES:
         dense = [name for name in stage.linears if not isinstance(block[f"{name}/weight"], Int4Tensor)]
         if not dense:
             continue
         first = dense[0]
-        seen = calibration.statistics(block, (first,))
+        seen = calibration.statistics(block, (first,), before)
         _check_seen(seen, layer)
         for name in dense:
             weight, scale = block[f"{name}/weight"], scales.get(stage)
+            weight = weight if correct is None else correct(weight, seen[first])
             codes, reports[name] = _codes(weight, seen[first], scale, method, recipe, solve)
             block = {**block, f"{name}/weight": codes.stored()}
     return block, reports
@@ -296,7 +312,7 @@ def _with_blocks(model: LanguageModel, blocks: BlockParams, bits: int = STORED_B
     return dataclasses.replace(model, config=config, params=params)
 
 
-def check_method(method: str | None, order: str, damping: float, calibrated: bool) -> str:
+def check_method(method: str | None, order: str, damping: float, propagate_error: float, calibrated: bool) -> str:
     """The method's name, `None` being what `quantize` says; raises ValueError for what it refuses."""
     method = ("gptq" if calibrated else "rtn") if method is None else method
     if method not in METHODS:
@@ -305,6 +321,9 @@ def check_method(method: str | None, order: str, damping: float, calibrated: boo
         raise ValueError(f"{_OP}: unknown {order=}. {did_you_mean(order, ORDERS)}")
     if not 0 <= damping < float("inf"):
         raise ValueError(f"{_OP}: {damping=} - must be finite and not negative. The default is 0.05.")
+    check_share(_OP, "propagate_error", propagate_error)
+    if not calibrated and propagate_error:
+        raise ValueError(f"{_OP}: {propagate_error=} without batches - no error is seen. Give calibration text.")
     if not calibrated and METHODS[method] != Method():
         raise ValueError(f"{_OP}: {method=} without batches - it looks at activations. Give calibration text.")
     return method
@@ -341,7 +360,8 @@ def _check_weights(blocks: BlockParams) -> None:
 
 def _check_seen(seen: dict[str, Statistics], layer: int) -> None:
     for name, statistics in seen.items():
-        if not bool(jnp.isfinite(jnp.diagonal(statistics.gram)).all()):
+        sums = (jnp.diagonal(statistics.gram), *(() if statistics.drift is None else (statistics.drift,)))
+        if not all(bool(jnp.isfinite(each).all()) for each in sums):
             raise ValueError(
                 f"{_OP}: the inputs of blocks/{name} in block {layer} are not finite - they overflowed or met NaN. "
                 "Compute in bfloat16 or float32, and look at the model."

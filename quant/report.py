@@ -22,7 +22,8 @@ class Report:
     """What became of one layer. Scalars, or arrays where layers were stacked.
 
     objective: tr(dW^T H dW) of the result, dW = W - Q, H = the sum of x x^T over the `tokens` seen: the squared change
-      of the layer's output, summed over tokens and columns.
+      of the layer's output, summed over tokens and columns. W is the weight that was quantised: of one that was
+      corrected (`quant.propagation`) the corrected one.
     rtn: the same of the nearest codes. No method returns a larger objective.
     fallback: columns that kept their nearest codes, which were as good or better.
     clipped: share of weights beyond the grid of their group, by more than half a step and the rounding of its scale.

@@ -23,8 +23,8 @@ from jaxflash.train import train
 from quant.lora import LoraConfig, LoraTensor
 from quant.recipe import Recipe
 from tests.jaxflash.hf.quantised import WIDE, dense, packed, same
+from tests.jaxflash.quantize_model import batches
 from tests.jaxflash.test_quantize import dequantized, is_packed, logits_by_oracle, model_of, packed_of
-from tests.jaxflash.test_quantize_driver import batches
 from tests.tolerance import assert_close
 
 LORA = LoraConfig(rank=2, alpha=3.0, targets="attention/(q|out)|mlp/down")

@@ -121,6 +121,16 @@ def gptq(w, gram, group, *, symmetric, scale_dtype, damping, order, bits=4, mse=
     return codes, scales, zeros, g_idx, q, squares, hessian
 
 
+def propagated(w, x, reference, share, damping) -> np.ndarray:
+    """argmin over V of |(x + share (reference - x)) w - x V|^2 + c |w - V|^2, c = damping times x's mean square (of
+    inputs that are not always 0), by least squares on the rows themselves: no second moments. In x's precision."""
+    squares = (x**2).sum(axis=0)
+    ridge = np.sqrt(damping * squares[squares > 0].mean()).astype(x.dtype)
+    rows = np.concatenate([x, ridge * np.eye(x.shape[1], dtype=x.dtype)])
+    targets = np.concatenate([(x + share * (reference - x)) @ w, ridge * w])
+    return np.linalg.lstsq(rows, targets, rcond=None)[0]
+
+
 def objective(w, q, gram) -> np.ndarray:
     """d^T H d of every column of d = w - q, float64."""
     delta = np.asarray(w, np.float64) - np.asarray(q, np.float64)
