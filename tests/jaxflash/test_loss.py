@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,11 @@ def test_value_and_gradient(scale, shift):
     np.testing.assert_allclose(truth[0], nats(logits, targets, np.asarray(mask)), rtol=1e-12)  # the loop agrees
     assert_close(total, truth[0], reference[0])
     assert_close(gradient, truth[1], reference[1])
+
+
+def test_no_gradient_is_scattered():
+    """Before a scatter, a compiler has to write the gradient of all logits in float32, and to read it after it."""
+    assert not re.search("gather|scatter", str(jax.make_jaxpr(loss_and_grad)(*case(1, 4, 33))))
 
 
 def test_bfloat16_logits_are_summed_in_float32():
