@@ -101,8 +101,9 @@ def _to_bits(args: argparse.Namespace, out: Path) -> None:
         for defaults in (_HOW, _TEXT)
     )
     how["mse"] = how["mse"] == "true"
-    chosen = (how[name] for name in ("method", "order", "damping", "propagate_error"))
-    check_method(*chosen, args.calibration is not None)
+    check_method(
+        how["method"], how["order"], how["damping"], how["propagate_error"], args.calibration is not None
+    )  # fmt: skip
     check_room(out, 0)
     format = _format_of_bits(args.format, recipe)
     model, batches = load_source(args), None

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from jaxflash.fields import build, check_literals, read
 from pallas_kernels.attention.spec import ContextParallel, Precision
 from quant.lora import LoraConfig
+from quant.matmul import Precision as LinearPrecision
 from sharding.names import did_you_mean
 from sharding.schedule import Name as ScheduleName
 
 Packing = Literal["documents", "stream"]
 DType = Literal["float32", "bfloat16"]
-LinearPrecision = Literal["compute_dtype", "fp8"]
 Zero = Literal[1, 3]
 Remat = Literal["none", "full", "dots", "attention", "dots_and_attention"]
 
@@ -47,7 +47,8 @@ class ModelConfig:
     `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
     devices where a mesh cuts sequences, `attention_precision` what numbers it multiplies (decoding: the cache's).
     `linear_precision="fp8"` rounds what the blocks' linears multiply to 8 bits, in both passes
-    (`pallas_kernels.fp8.derivative`); sums, parameters and everything else stay as they are.
+    (`pallas_kernels.fp8.derivative`), "fp8_fast" has tensor cores sum gradients in fewer bits too; parameters and
+    everything else stay as they are.
     """
 
     vocab_size: int

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxflash.config import LinearPrecision, RopeScaling
-from quant.matmul import matmul
+from jaxflash.config import RopeScaling
+from quant.matmul import Precision, matmul
 
 
 class Linear(nnx.Module):
     """`y = x W + b` with W of shape (in, out), computed in `dtype`, accumulated in float32 by the hardware.
 
     W is whatever `quant.matmul` multiplies with: made as an array, and packed once the model is quantised.
-    axes: logical names of W's two dims; the bias carries the second. precision: "fp8" rounds x, a dense W and the
-    cotangent of y to 8 bits before they are multiplied.
+    axes: logical names of W's two dims; the bias carries the second. precision: as of `matmul`; "fp8" rounds
+    x, a dense W and the cotangent of y to 8 bits before they are multiplied.
     """
 
     def __init__(
@@ -28,19 +28,19 @@ class Linear(nnx.Module):
         std: float,
         use_bias: bool = False,
         dtype: str,
-        precision: LinearPrecision = "compute_dtype",
+        precision: Precision = "compute_dtype",
         param_dtype: str,
         rngs: nnx.Rngs,
     ):
         self.dtype = jnp.dtype(dtype)
-        self.precision: LinearPrecision = precision
+        self.precision: Precision = precision
         weight = std * jax.random.normal(rngs.params(), (in_size, out_size), jnp.float32)
         self.weight = nnx.Param(weight.astype(param_dtype), axes=axes)
         self.bias = nnx.Param(jnp.zeros(out_size, param_dtype), axes=axes[1:]) if use_bias else None
 
     def __call__(self, x: Float[Array, "*batch i"]) -> Float[Array, "*batch o"]:
         bias = None if self.bias is None else self.bias[...]
-        return matmul(x.astype(self.dtype), self.weight.get_value(), bias, fp8=self.precision == "fp8")
+        return matmul(x.astype(self.dtype), self.weight.get_value(), bias, precision=self.precision)
 
 
 @jax.custom_vjp

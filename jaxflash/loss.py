@@ -5,6 +5,7 @@ tens of per cent. A sum and a count cannot go wrong that way.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,27 @@ def cross_entropy(
     return jnp.where(mask, nats, 0.0).sum(), mask.sum().astype(jnp.float32)
 
 
+@jax.custom_jvp
 def _of_target(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:
     """The logit of each target; any value where a target is no id."""
     if jax.sharding.get_abstract_mesh().manual_axes:
-        # In a pipeline's shard_map a gather over a split vocabulary ends the process (jaxlib 0.11.2). This splits.
-        ids = jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-        return jnp.where(ids == targets[..., None], logits, 0.0).sum(axis=-1)
+        # In a pipeline's shard_map a gather over a split vocabulary ends the process (jaxlib 0.11.2). This splits;
+        # outside, it hangs XLA's CPU collectives on a mesh of three axes (ARCHITECTURE.md, log).
+        return _by_comparison(logits, targets)
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+
+
+@_of_target.defjvp
+def _of_target_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
+    # A gather is transposed into a scatter, before which XLA writes the gradient of all logits in float32, to read it
+    # again (8B width: 34 GB more a step of 32,768 tokens); a comparison is transposed into one.
+    return _of_target(*primals), _by_comparison(tangents[0], primals[1])
+
+
+def _by_comparison(values: Float[Array, "b t v"], ids: Int[Array, "b t"]) -> Float[Array, "b t"]:
+    """The value of each id; 0 where it is none."""
+    every = jax.lax.broadcasted_iota(ids.dtype, values.shape, values.ndim - 1)
+    return jnp.where(every == ids[..., None], values, 0.0).sum(axis=-1)
 
 
 def chunked_cross_entropy(

@@ -18,16 +18,19 @@ from jaxtyping import Array, Float, Int
 from jaxflash.config import ModelConfig
 from jaxflash.layers import Linear, RMSNorm, matmul_float32, rotary_table, rotate
 from pallas_kernels.attention.api import dot_product_attention
+from pallas_kernels.fp8.derivative import SCALE
 from sharding import ring
 from sharding.lookup import take_rows
 from sharding.rules import constrain, copies
 
 _policies = jax.checkpoint_policies
+_save_scales = _policies.save_only_these_names(SCALE)
 _save_attention = _policies.save_only_these_names("attention_out", "attention_lse")
 _save_dots = _policies.dots_with_no_batch_dims_saveable
 
 # What the backward pass keeps of each block instead of computing it again; "none" keeps everything. Only the Hopper
-# kernels name their output and LSE (in their derivative rule, pallas_kernels/attention/derivative.py).
+# kernels name their output and LSE (in their derivative rule, pallas_kernels/attention/derivative.py). Under each of
+# them scales of operands in 8 bits are kept too.
 REMAT_POLICIES: dict[str, Any] = {
     "full": _policies.nothing_saveable,
     "dots": _save_dots,
@@ -302,7 +305,8 @@ def run_block(
 def _rematerialised(config: ModelConfig, one: Callable[..., Any]) -> Callable[..., Any]:
     if config.remat == "none":
         return one
-    return jax.checkpoint(one, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+    policy = _policies.save_from_both_policies(REMAT_POLICIES[config.remat], _save_scales)
+    return jax.checkpoint(one, policy=policy, prevent_cse=False)
 
 
 def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:

@@ -115,8 +115,8 @@ def quantize(
     if isinstance(recipe, Fp8Recipe):
         if method not in (None, "rtn") or batches is not None or propagate_error:
             raise ValueError(
-                f"{_OP}: {method=}, {propagate_error=} of FP8 - weights are rounded to nearest. Leave method, batches and "
-                "propagate_error out."
+                f"{_OP}: {method=}, {propagate_error=} of FP8 - weights are rounded to nearest. Leave method, "
+                "batches and propagate_error out."
             )
         dense = flatten_dict(model.params["blocks"], sep="/")
         _check_dense(dense, Method(scale=True))  # all are, or none

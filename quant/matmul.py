@@ -1,6 +1,6 @@
 """Products of activations and weights, whatever the weight is made of. The one place that looks at a weight's type."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ from quant.fp8 import Fp8Tensor, fp8_matmul
 from quant.lora import LoraTensor, low_rank_product
 from quant.tensor import Int4Tensor
 
+Precision = Literal["compute_dtype", "fp8", "fp8_fast"]
+
 
 def matmul(
     x: Float[Array, "*batch k"],
     weight: Float[Array, "k n"] | Int4Tensor | Fp8Tensor | LoraTensor,
     bias: Float[Array, " n"] | None = None,
     *,
-    fp8: bool = False,
+    precision: Precision = "compute_dtype",
 ) -> Float[Array, "*batch n"]:
     """y = x W + b in x's dtype, accumulated in float32 by the hardware. Weight and bias are cast to x's dtype.
 
@@ -29,19 +31,20 @@ def matmul(
       weight: (K, N), an array, an Int4Tensor, an Fp8Tensor, for which x is rounded to 8 bits as well, or any of them
         with an adapter, a LoraTensor.
       bias: (N,) or None.
-      fp8: whether x and a dense weight are rounded to 8 bits, and cotangents too (`pallas_kernels.fp8.derivative`).
+      precision: "fp8" rounds x, a dense weight and cotangents to 8 bits (`pallas_kernels.fp8.derivative`); "fp8_fast"
+        has the tensor core alone sum gradients as well.
 
     Raises:
       ValueError: what `w4a16_matmul` and `fp8_matmul` refuse.
     """
     if isinstance(weight, LoraTensor):
-        return matmul(x, jax.lax.stop_gradient(weight.base), bias, fp8=fp8) + low_rank_product(x, weight)
+        return matmul(x, jax.lax.stop_gradient(weight.base), bias, precision=precision) + low_rank_product(x, weight)
     if isinstance(weight, Int4Tensor):
         return w4a16_matmul(x, weight, bias=bias)
     if isinstance(weight, Fp8Tensor):
         return fp8_matmul(x, weight, bias=bias)
-    if fp8:
-        y = train_matmul(x.reshape(-1, x.shape[-1]), weight)
+    if precision != "compute_dtype":
+        y = train_matmul(x.reshape(-1, x.shape[-1]), weight, fast_gradients=precision == "fp8_fast")
         return _add(y.reshape(*x.shape[:-1], weight.shape[-1]), bias)
     return _add(x @ weight.astype(x.dtype), bias)
 

@@ -37,6 +37,9 @@ def matmul(
         preferred_element_type=jnp.dtype(spec.dtype),
     )
     if spec.power_of_two and spec.scaling == "tensor":
+        # XLA would make one product, of 16 bits, of small ones that share x, as k's and v's of "1b" do. With scales of
+        # their own they share nothing in its eyes.
+        x_scales, w_scales = jax.lax.optimization_barrier((x_scales, w_scales))
         # XLA's name for a product of codes with one scale each. bfloat16 holds these values, so nothing is rounded.
         a, b = (codes.astype(jnp.bfloat16) * s.astype(jnp.bfloat16) for codes, s in ((x, x_scales), (w, w_scales)))
         return product(a, b)

@@ -35,11 +35,31 @@ def quantize(
     (2^-10 and 2^-17) times the scale. A block of zeros gives zeros, exactly.
     power_of_two: scales are rounded up to one, so that bfloat16 holds a code times its scale.
     """
+    scales = block_scales(values, block, dtype, power_of_two=power_of_two)
+    return encode(values, scales, block, dtype), scales
+
+
+def block_scales(
+    values: Float[Array, "rows columns"], block: tuple[int, int], dtype: str, *, power_of_two: bool = False
+) -> Float[Array, "row_blocks column_blocks"]:
+    """The scales of `quantize`."""
+    # In two steps that XLA must not make one: it takes the first into what computes a row, as a norm does, and would
+    # write and read all of `values` for a maximum over the whole (H200 program of 8B width: 1 GB a layer and pass).
+    of_rows = jax.lax.optimization_barrier(jnp.abs(by_block(values, block)).max(axis=3))
+    scales = scales_of(of_rows.max(axis=1), dtype)
+    return _rounded_up(scales) if power_of_two else scales
+
+
+def encode(
+    values: Float[Array, "rows columns"],
+    scales: Float[Array, "row_blocks column_blocks"],
+    block: tuple[int, int],
+    dtype: str,
+) -> Float[Array, "rows columns"]:
+    """The codes of `quantize`, of scales that are known."""
     blocks = by_block(values, block)
-    scales = scales_of(jnp.abs(blocks).max(axis=(1, 3)), dtype)
-    scales = _rounded_up(scales) if power_of_two else scales
     codes = cast(blocks.astype(jnp.float32) * (1.0 / scales)[:, None, :, None], dtype)
-    return _whole(codes, values.shape), scales
+    return _whole(codes, values.shape)
 
 
 def _rounded_up(scales: Float[Array, "*blocks"]) -> Float[Array, "*blocks"]:

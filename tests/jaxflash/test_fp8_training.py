@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from jaxflash.config import TrainConfig, override
 from jaxflash.layers import Linear
 from jaxflash.model import abstract, init_params
 from jaxflash.train import train
 from pallas_kernels.fp8 import api
+from quant import matmul
 
 
 def with_precision(config: TrainConfig, precision: str, **mesh: int) -> TrainConfig:
@@ -54,7 +56,7 @@ def test_the_blocks_linears_are_rounded_and_nothing_else(small):
     assert set(linears.values()) == {"fp8"}
 
 
-def test_a_linear_multiplies_as_train_matmul_does():
+def test_a_linear_multiplies_as_train_matmul_does(monkeypatch):
     linear = Linear(
         32, 16, axes=("embed", "mlp"), std=0.1, use_bias=True, dtype="float32", precision="fp8",
         param_dtype="float32", rngs=nnx.Rngs(0),
@@ -62,4 +64,32 @@ def test_a_linear_multiplies_as_train_matmul_does():
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
     want = api.train_matmul(x.reshape(10, 32), linear.weight[...]).reshape(2, 5, 16)
     np.testing.assert_array_equal(np.asarray(linear(x)), np.asarray(want))
+    asked = []
+    monkeypatch.setattr(matmul, "train_matmul", lambda x, w, **how: asked.append(how) or api.train_matmul(x, w, **how))
+    for linear.precision in ("fp8", "fp8_fast", "compute_dtype"):
+        linear(x)
+    assert asked == [{"fast_gradients": False}, {"fast_gradients": True}]
+    linear.precision = "fp8"
     assert jnp.abs(linear(x) - x @ linear.weight[...]).max() > 0
+
+
+@pytest.mark.parametrize("remat", ["full", "dots_and_attention"])
+def test_one_pass_finds_an_operands_scale_whatever_is_computed_again(small, remat):
+    """In the body of a layer's loop: over x and w of seven linears in the forward pass, over dy in the backward."""
+
+    def maxima(precision):
+        config = override(with_precision(small, precision).model, {"remat": remat})
+        graph, params, _ = abstract(config)
+        tokens = jax.ShapeDtypeStruct((2, 8), "int32")
+        gradient = jax.grad(lambda p, t: nnx.merge(graph, p).hidden(t).astype("float32").sum())
+        return count_maxima(jax.make_jaxpr(gradient)(params, tokens).jaxpr)
+
+    assert maxima("fp8") - maxima("compute_dtype") == 2 * (7 * 2 + 7)  # over columns, then over rows
+
+
+def count_maxima(jaxpr):
+    total = 0
+    for equation in jaxpr.eqns:
+        total += equation.primitive.name == "reduce_max"
+        total += sum(map(count_maxima, jaxprs_in_params(equation.params)))
+    return total

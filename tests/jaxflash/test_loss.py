@@ -46,6 +46,11 @@ def test_value_and_gradient(scale, shift):
     assert_close(gradient, truth[1], reference[1])
 
 
+def test_no_gradient_is_scattered():
+    """Before a scatter, a compiler has to write the gradient of all logits in float32, and to read it after it."""
+    assert "scatter" not in str(jax.make_jaxpr(loss_and_grad)(*case(1, 4, 33)))
+
+
 def test_bfloat16_logits_are_summed_in_float32():
     logits, targets, mask = case(2, 64, 33)
     rounded = logits.astype(jnp.bfloat16)

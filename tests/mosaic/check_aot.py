@@ -33,6 +33,7 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.hopper_config import Config
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import H200
+from pallas_kernels.fp8 import api as fp8_api
 from sharding.mesh import make_mesh
 from tests.mosaic import aot
 from tests.mosaic.aot import Candidate, check, compile_candidate
@@ -227,17 +228,21 @@ def probes() -> dict[Candidate, list[str]]:
     }
 
 
-def attention_kernels_of_a_step() -> int:
-    """How many kernels a compiled training step calls for the attention of one layer, forward and backward."""
+def calls_of_a_step() -> tuple[int, int]:
+    """How often a compiled training step calls kernels of attention and XLA's products of 8 bits, for one layer."""
     changes = {"model.n_layers": 4, "model.d_model": 256, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_ff": 512}
     changes |= {"model.vocab_size": 512, "seq_len": 512, "loss_chunk": 512, "accumulate": 2, "batch_size": 4}
-    config = train_preset("1b", **changes, **{"model.attention": "hopper"})
+    changes |= {"model.attention": "hopper", "model.linear_precision": "fp8"}
+    config = train_preset("1b", **changes)
     rows = {name: jax.ShapeDtypeStruct((2, 2, 512), jnp.int32) for name in ("tokens", "targets", "positions")}
     args = abstract(config.model)[1], rows | {"loss_mask": jax.ShapeDtypeStruct((2, 2, 512), bool)}
-    options: Any = step.COMPILER_OPTIONS | {"xla_gpu_autotune_level": "0"}  # there is no device to time on
-    with mock.patch.object(api, "current_device", lambda: H200), aot.everything_printed([]):
+    options: Any = step.COMPILER_OPTIONS | {"xla_gpu_enable_triton_gemm": False}
+    options |= {"xla_gpu_autotune_level": "0"}  # there is no device to time on
+    found = [mock.patch.object(family, "current_device", lambda: H200) for family in (api, fp8_api)]
+    with found[0], found[1], aot.everything_printed([]):
         gradients = step.loss_functions(config, make_mesh({"fsdp": 1}, devices=jax.devices()[:1]))[0]
-        return aot.lower(gradients, args).compile(compiler_options=options).as_text().count("mosaic_gpu_v2")
+        text = aot.lower(gradients, args).compile(compiler_options=options).as_text()
+    return text.count("mosaic_gpu_v2"), text.count('"__cublas$lt$matmul$f8"')
 
 
 def main() -> int:
@@ -246,8 +251,8 @@ def main() -> int:
         if len(found) != len(faults) or not all(word in text for word, text in zip(faults, found, strict=True)):
             print(f"check_aot: the probe {probe.name} should have {faults}, and {found} was found")
             return 1
-    if (kernels := attention_kernels_of_a_step()) != 2:
-        print(f"check_aot: a training step calls {kernels} attention kernels for each layer, not 2")
+    if (calls := calls_of_a_step()) != (2, 21):
+        print(f"check_aot: a training step calls {calls} kernels of attention and 8-bit products a layer, not (2, 21)")
         return 1
     failed = check(every := candidates())
     if not every:

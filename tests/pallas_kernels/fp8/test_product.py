@@ -1,6 +1,7 @@
 """Products of codes: every implementation against float64; what is refused, and in which words."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from pallas_kernels.device import H200, Device, current_device
 from pallas_kernels.dispatch import Unsupported
 from pallas_kernels.fp8 import api, hopper, native, tile
 from pallas_kernels.fp8.cases import CASES, Case
+from pallas_kernels.fp8.derivative import SCALE
 from pallas_kernels.fp8.spec import E4M3, E5M2, LARGEST, Fp8Spec, make_spec, scale_shape, w_block, x_block
 from tests.pallas_kernels.fp8 import oracle
 from tests.tolerance import assert_close
@@ -94,13 +96,29 @@ def test_training_products_are_of_operands_rounded_once():
     assert_close(dw, x8.T @ dy8, x8.T.astype(f32) @ dy8.astype(f32), "dw")
 
 
-def test_only_the_forward_product_accumulates_fast(monkeypatch):
-    """XLA has cuBLASLt sum products of DEFAULT precision in the tensor core alone; gradients want float32."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_which_products_accumulate_fast(monkeypatch, fast):
+    """XLA has cuBLASLt sum products of DEFAULT precision in the tensor core alone; gradients want float32, or not."""
     monkeypatch.setattr(api, "current_device", lambda: H200)
+    train = functools.partial(api.train_matmul, fast_gradients=fast)
     x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 48), "float32")
-    text = str(jax.make_jaxpr(lambda x, w: jax.vjp(api.train_matmul, x, w)[1](jnp.ones((64, 48), "bfloat16")))(x, w))
+    text = str(jax.make_jaxpr(lambda x, w: jax.vjp(train, x, w)[1](jnp.ones((64, 48), "bfloat16")))(x, w))
     products = [product.split("preferred_element_type")[0] for product in text.split("dot_general[")[1:]]
-    assert ["HIGHEST" in product for product in products] == [False, True, True]
+    assert ["HIGHEST" in product for product in products] == [False, not fast, not fast]
+
+
+def test_a_policy_that_keeps_scales_changes_no_gradient():
+    x, w = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(20, 48), (48, 30)]))
+
+    @jax.jit
+    def gradients(x, w):
+        policies = None, jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names(SCALE)
+        products = [api.train_matmul if p is None else jax.checkpoint(api.train_matmul, policy=p) for p in policies]
+        return [jax.grad(lambda x, w, f=f: (f(jnp.sin(x), w) ** 2).sum(), argnums=(0, 1))(x, w) for f in products]
+
+    plain, *others = gradients(x, w)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, plain, other)
 
 
 def test_the_gradient_takes_the_weights_dtype():
