@@ -5,7 +5,6 @@ tens of per cent. A sum and a count cannot go wrong that way.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,27 +27,41 @@ def cross_entropy(
     return jnp.where(mask, nats, 0.0).sum(), mask.sum().astype(jnp.float32)
 
 
-@jax.custom_jvp
+@jax.custom_vjp
 def _of_target(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:
     """The logit of each target; any value where a target is no id."""
     if jax.sharding.get_abstract_mesh().manual_axes:
-        # In a pipeline's shard_map a gather over a split vocabulary ends the process (jaxlib 0.11.2). This splits;
-        # outside, it hangs XLA's CPU collectives on a mesh of three axes (ARCHITECTURE.md, log).
-        return _by_comparison(logits, targets)
+        # In a pipeline's shard_map a gather over a split vocabulary ends the process (jaxlib 0.11.2). This splits.
+        return jnp.where(_is_target(logits, targets), logits, 0.0).sum(axis=-1)
     return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 
 
-@_of_target.defjvp
-def _of_target_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    # A gather is transposed into a scatter, before which XLA writes the gradient of all logits in float32, to read it
-    # again (8B width: 34 GB more a step of 32,768 tokens); a comparison is transposed into one.
-    return _of_target(*primals), _by_comparison(tangents[0], primals[1])
+def _of_target_forward(logits: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _of_target(logits, targets), (logits, targets)
 
 
-def _by_comparison(values: Float[Array, "b t v"], ids: Int[Array, "b t"]) -> Float[Array, "b t"]:
-    """The value of each id; 0 where it is none."""
-    every = jax.lax.broadcasted_iota(ids.dtype, values.shape, values.ndim - 1)
-    return jnp.where(every == ids[..., None], values, 0.0).sum(axis=-1)
+def _of_target_backward(kept: tuple[Array, Array], dy: Float[Array, "b t"]) -> tuple[Array, None]:
+    logits, targets = kept  # of the logits no more than their shape is read
+
+    def compared(dy: Array) -> Array:
+        return jnp.where(_is_target(logits, targets), dy[..., None], 0.0)
+
+    def scattered(dy: Array) -> Array:
+        rows = jnp.indices(targets.shape, sparse=True)
+        return jnp.zeros_like(logits).at[*rows, targets].set(dy, mode="clip")
+
+    # XLA writes the gradient of all logits in float32 before it scatters into it, to read it again (8B width: 34 GB
+    # more a step of 32,768 tokens). On a CPU a comparison hangs its collectives on a mesh of three axes
+    # (ARCHITECTURE.md, log), but not in a pipeline.
+    cpu = compared if jax.sharding.get_abstract_mesh().manual_axes else scattered
+    return jax.lax.platform_dependent(dy, cpu=cpu, default=compared), None
+
+
+_of_target.defvjp(_of_target_forward, _of_target_backward)
+
+
+def _is_target(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Bool[Array, "b t v"]:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
 def chunked_cross_entropy(

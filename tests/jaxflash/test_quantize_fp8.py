@@ -15,7 +15,7 @@ from quant.formats import fp8 as files
 from quant.fp8 import Fp8Tensor
 from tests.jaxflash.hf.test_fp8_folder import tensors_of
 from tests.jaxflash.model_oracle import random_params, small
-from tests.jaxflash.test_quantize_driver import command  # noqa: F401
+from tests.jaxflash.test_quantize_command import command  # noqa: F401
 
 # All linears of one shape, which compiles once, in blocks that do not come out even.
 SIZES = {"d_model": 192, "n_heads": 4, "n_kv_heads": 4, "head_dim": 48, "d_ff": 192}
