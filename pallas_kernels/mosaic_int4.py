@@ -22,7 +22,7 @@ from pallas_kernels import mosaic_int4_plain as plain
 from pallas_kernels.mosaic import Layout, swizzled
 from pallas_kernels.mosaic_int4_operands import NAMES, Tokens, Weight
 from pallas_kernels.mosaic_int4_step import Step
-from pallas_kernels.mosaic_lanes import accumulator_places, const, f32, i32, thread_id
+from pallas_kernels.mosaic_lanes import accumulator_places, const, f32, i32
 
 
 def multiply_add(step: Step, accs: Any, words: Any, scales: Any, zeros: Any | None, x: Any) -> list[Any]:
@@ -170,23 +170,3 @@ def _scaled(weight: Weight, code, group: int, rh: int):
     halves = arith.shli(code, const(16)), arith.andi(code, const(-0x10000))
     low, high = (arith.mulf(arith.bitcast(f32(), half), scale) for half in halves)
     return llvm.inline_asm(i32(), [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
-
-
-def announce(turns: Any, index: Any) -> None:
-    """A warpgroup adds 1 to the int32 at `index` of `turns`, in global memory; what its threads wrote comes before.
-
-    `mosaic.wait_turn` is the other side.
-    """
-
-    def emit(_, turns, index):
-        i64 = ir.IntegerType.get_signless(64)
-        offset = arith.muli(arith.extui(i64, index.registers.flat[0]), mgpu.c(4, i64))
-        address = arith.addi(llvm.ptrtoint(i64, mgpu.memref_ptr(turns)), offset)
-        mgpu.warpgroup_barrier()
-        text = "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p red.release.gpu.global.add.s32 [$0], 1; }"
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), [address, thread_id()], text, "l,r,~{memory}", has_side_effects=True
-        )
-
-    emit.interpret = ("turn.add",)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), Layout.WG_SPLAT))(emit)(turns, index)

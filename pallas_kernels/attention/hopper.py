@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_turns
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.hopper_config import (
     SMEM_LIMIT,
@@ -202,7 +202,7 @@ def _clean(
         @pl.when(tile.partial(n))
         def _():
             mosaic.zero_not_finite(smem["v"].at[slot, pl.ds(part * share, share)], smem["dirty"].at[pl.ds(at, 1)])
-            mosaic.fence_async()
+            mosaic_turns.fence_async()
 
         plgpu.barrier_arrive(smem["v_clean"].at[slot])
 

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_turns
 from pallas_kernels.attention.hopper_bwd_plan import Call, Place, Tiles, differentiate, place, row_count
 from pallas_kernels.attention.hopper_config import BackwardConfig, backward_tiles, padded_head_dims
 from pallas_kernels.attention.spec import AttentionSpec
@@ -91,10 +91,10 @@ def _write(c: Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
     """One warp: adds a half of every dQ to global memory when it is its turn."""
 
     def take() -> None:
-        mosaic.named_barrier_sync(_WRITTEN + half, _HALF_THREADS)
+        mosaic_turns.named_barrier_sync(_WRITTEN + half, _HALF_THREADS)
 
     def give() -> None:
-        mosaic.named_barrier_arrive(_EMPTY + half, _HALF_THREADS)
+        mosaic_turns.named_barrier_arrive(_EMPTY + half, _HALF_THREADS)
 
     give()
     take()  # dQ "before the first step"
@@ -105,7 +105,7 @@ def _write(c: Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
         qi, head = at.step(step)
         turn = at.j - refs.first[at.entry, qi]
         counter = ((at.b * c.N + head) * c.nq + qi) * _COMPUTE + half
-        mosaic.wait_turn(refs.turns, counter, turn)
+        mosaic_turns.wait_turn(refs.turns, counter, turn)
         take()
         if c.q_block == 128:
             target = refs.dq.at[at.b, pl.ds(qi * c.q_block + half * 64, 64), head]
@@ -124,7 +124,7 @@ def _write(c: Call, at: Place, refs: SimpleNamespace, half: Any) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         give()
         plgpu.wait_smem_to_gmem(0)
-        mosaic.pass_turn(refs.turns, counter)
+        mosaic_turns.pass_turn(refs.turns, counter)
 
 
 def _compute(c: Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
@@ -181,7 +181,7 @@ def _compute(c: Call, at: Place, refs: SimpleNamespace, w: Any) -> None:
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(k_w, refs.dk.at[at.b, keys, at.head])
     plgpu.wait_smem_to_gmem(0)
-    mosaic.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
+    mosaic_turns.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
 
 
 def _step(c: Call, at: Place, refs: SimpleNamespace, w: Any, dk_acc: Any, dv_acc: Any, step: Any, masked: bool) -> None:
@@ -253,10 +253,10 @@ def _issue_dq(c: Call, refs: SimpleNamespace, w: Any, buffer: Any, dq_acc: Any) 
 
 def _put_dq(refs: SimpleNamespace, w: Any, dq: Any) -> None:
     """Hands a half of dQ to the writer warp."""
-    mosaic.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
+    mosaic_turns.named_barrier_sync(_EMPTY + w, _HALF_THREADS)
     refs.dq_s[w] = dq
-    mosaic.fence_async()
-    mosaic.named_barrier_arrive(_WRITTEN + w, _HALF_THREADS)
+    mosaic_turns.fence_async()
+    mosaic_turns.named_barrier_arrive(_WRITTEN + w, _HALF_THREADS)
 
 
 def _mask(c: Call, at: Place, refs: SimpleNamespace, w: Any, slot: Any, qi: Any, s: Any) -> Any:
@@ -322,8 +322,8 @@ def _scrub_queries(refs: SimpleNamespace, w: Any, slot: Any) -> None:
         def _():
             scrub(refs.do_s.at[slot])
 
-        mosaic.fence_async()
-        mosaic.named_barrier_sync(_I32(_SCRUBBED), _COMPUTE * 128)
+        mosaic_turns.fence_async()
+        mosaic_turns.named_barrier_sync(_I32(_SCRUBBED), _COMPUTE * 128)
 
 
 def _body(c: Call, operands: tuple[str, ...], *global_refs: Any, **scratch: Any) -> None:
@@ -395,7 +395,7 @@ def _launch(c: Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
         scratch_types=_scratch(c),
     )
     counters = c.B * c.N * c.nq * _COMPUTE
-    dq, dk, dv = mosaic.with_zeros(counters, lambda turns: kernel(*operands.values(), turns), out_type)
+    dq, dk, dv = mosaic_turns.with_zeros(counters, lambda turns: kernel(*operands.values(), turns), out_type)
     return dq, dk, dv
 
 

@@ -33,7 +33,7 @@ from jax._src.lib.mlir.dialects import arith, gpu, llvm
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_turns
 from pallas_kernels.attention.hopper_bwd_plan import Call, Tiles, differentiate, place, row_count
 from pallas_kernels.attention.hopper_config import BackwardConfig, backward_tiles, padded_head_dims
 from pallas_kernels.attention.spec import AttentionSpec
@@ -100,8 +100,8 @@ def _wait_turns(c: Call, at: Any, refs: SimpleNamespace) -> None:
     @pl.loop(0, at.steps)
     def _(step):
         turn, counter = _turn(c, at, refs, step)
-        mosaic.wait_turn(refs.turns, counter, turn)
-        mosaic.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
+        mosaic_turns.wait_turn(refs.turns, counter, turn)
+        mosaic_turns.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
 
 
 def _pass_turns(c: Call, at: Any, refs: SimpleNamespace) -> None:
@@ -109,8 +109,8 @@ def _pass_turns(c: Call, at: Any, refs: SimpleNamespace) -> None:
 
     @pl.loop(0, at.steps)
     def _(step):
-        mosaic.named_barrier_sync(_I32(_ADDED), _C_AND_WARP)
-        mosaic.pass_turn(refs.turns, _turn(c, at, refs, step)[1])
+        mosaic_turns.named_barrier_sync(_I32(_ADDED), _C_AND_WARP)
+        mosaic_turns.pass_turn(refs.turns, _turn(c, at, refs, step)[1])
 
 
 def _walk(c: Call, at: Any, step: Any) -> None:
@@ -256,7 +256,7 @@ def _query_gradients(c: Call, at: Any, refs: SimpleNamespace) -> None:
         buffer = _rem(i, _BUFFERS)
         plgpu.barrier_wait(refs.ds_ready.at[buffer])
         stores = (_turn(c, at, refs, i)[0] == 0).astype(_I32)
-        mosaic.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
+        mosaic_turns.named_barrier_sync(_I32(_TURN), _C_AND_WARP)
 
         @pl.loop(0, parts)
         def _(part):
@@ -268,7 +268,7 @@ def _query_gradients(c: Call, at: Any, refs: SimpleNamespace) -> None:
             dq = pl.run_scoped(product, ACC((BLOCK, BLOCK), _F32))
             _add(refs.dq.at[at.b, head, qi, part], dq, stores)
 
-        mosaic.named_barrier_sync(_I32(_ADDED), _C_AND_WARP)
+        mosaic_turns.named_barrier_sync(_I32(_ADDED), _C_AND_WARP)
         plgpu.barrier_arrive(refs.buffer_free.at[buffer])
 
     plgpu.barrier_arrive(refs.done)
@@ -392,8 +392,8 @@ def _scrub_queries(tile_ref: Any, rows_ref: Any) -> None:
             tile = plgpu.load(columns, layout=Layout.WGMMA)
             columns[...] = jnp.where(finite > 0, tile.astype(_F32), 0.0).astype(tile.dtype)
 
-        mosaic.fence_async()
-        mosaic.named_barrier_sync(_I32(_SCRUBBED), 2 * 128)
+        mosaic_turns.fence_async()
+        mosaic_turns.named_barrier_sync(_I32(_SCRUBBED), 2 * 128)
 
 
 def _warps(c: Call, at: Any, refs: SimpleNamespace) -> None:
@@ -470,7 +470,7 @@ def _launch(c: Call, operands: dict[str, Any]) -> tuple[Array, Array, Array]:
         scratch_types=_scratch(c),
     )
     out_type = tuple(outputs.values())
-    dk, dv, dq = mosaic.with_zeros(c.B * c.N * c.nq, lambda turns: kernel(*operands.values(), turns), out_type)
+    dk, dv, dq = mosaic_turns.with_zeros(c.B * c.N * c.nq, lambda turns: kernel(*operands.values(), turns), out_type)
     return _in_order(dq), dk, dv
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_turns
 from pallas_kernels.attention import blocks
 from pallas_kernels.attention.hopper_config import Schedule
 from pallas_kernels.attention.spec import AttentionSpec
@@ -144,7 +144,7 @@ def launch(
     )
     if not walk.persistent:
         return tuple(kernel(*operands.values()))
-    return tuple(mosaic.with_zeros(1, lambda taken: kernel(*operands.values(), taken), tuple(out_type.values())))
+    return tuple(mosaic_turns.with_zeros(1, lambda taken: kernel(*operands.values(), taken), tuple(out_type.values())))
 
 
 def lead(walk: Walk, gmem: dict[str, Any], smem: dict[str, Any], load: Callable[[Any, Any, Any], Any]) -> None:
@@ -169,7 +169,7 @@ def lead(walk: Walk, gmem: dict[str, Any], smem: dict[str, Any], load: Callable[
         tell(index, turn)
         count = load(index, turn, count)
         # In the order of the list, whoever is free first: the longest tiles start first and the shortest fill the gaps.
-        return walk.ctas + mosaic.take(gmem["taken"]), turn + 1, count
+        return walk.ctas + mosaic_turns.take(gmem["taken"]), turn + 1, count
 
     start = (lax.axis_index("cta"), i32(0), i32(0))
     if walk.persistent:
@@ -249,7 +249,7 @@ def follow(walk: Walk, smem: dict[str, Any], one: Callable[[Any, Any, Any], Any]
     def hear(turn):
         at = lax.rem(turn, i32(2))
         plgpu.barrier_wait(smem["tile_ready"].at[at])
-        index = mosaic.read_shared(smem["tile"].at[pl.ds(at, 1)])
+        index = mosaic_turns.read_shared(smem["tile"].at[pl.ds(at, 1)])
         plgpu.barrier_arrive(smem["tile_free"].at[at])
         return index
 
@@ -386,7 +386,7 @@ class Seen:
         ids = self.smem["ids"].at[slot] if self.walk.spec.segments else None
         s = self.keep(s, self.first_key(n), ids, -jnp.inf)
         if self.walk.spec.segments:
-            mosaic.fence_async()  # ordinary reads, before TMA writes there again
+            mosaic_turns.fence_async()  # ordinary reads, before TMA writes there again
         return s
 
     def skipped_blocks(self, steps) -> Any:

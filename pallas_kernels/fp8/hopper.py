@@ -34,7 +34,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import mosaic, mosaic_int4
+from pallas_kernels import mosaic, mosaic_turns
 from pallas_kernels.device import H200, Device
 from pallas_kernels.fp8.hopper_config import (
     ALIGNED,
@@ -147,7 +147,7 @@ def _call(kernel: Kernel, operands: dict[str, Array]) -> Array:
     if not config.even:
         return launch(*operands.values())[0]
     counters = kernel.ctas * WARPGROUPS
-    return mosaic.with_zeros(counters, lambda left: launch(*operands.values(), left), tuple(outputs.values()))[0]
+    return mosaic_turns.with_zeros(counters, lambda left: launch(*operands.values(), left), tuple(outputs.values()))[0]
 
 
 def _body(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ def _load(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run)
         @pl.when(taken >= stages)
         def _():
             plgpu.barrier_wait(smem["free"].at[slot])
-            mosaic.fence_async()  # scales were read by ordinary loads
+            mosaic_turns.fence_async()  # scales were read by ordinary loads
 
         for name, first in (("w", run.feature), ("x", run.token)):
             # 128 rows at a time, the second of which have a barrier of their own.
@@ -349,7 +349,7 @@ def _leave(gmem: dict[str, Any], sums: list[Any]) -> None:
     cta, w = lax.axis_index("cta"), lax.axis_index("warpgroup")
     for block, total in enumerate(sums):
         gmem["sums"].at[cta, w, block][...] = total
-    mosaic_int4.announce(gmem["left"], cta * WARPGROUPS + w)
+    mosaic_turns.announce(gmem["left"], cta * WARPGROUPS + w)
 
 
 def _collect(kernel: Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) -> list[Any]:
@@ -360,7 +360,7 @@ def _collect(kernel: Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) -
     last = lax.div(end * i32(kernel.ctas) - 1, i32(kernel.all_steps))
 
     def add(other, sums):
-        mosaic.wait_turn(gmem["left"], other * WARPGROUPS + w, i32(1))
+        mosaic_turns.wait_turn(gmem["left"], other * WARPGROUPS + w, i32(1))
         parts = [gmem["sums"].at[other, w, block] for block in range(kernel.config.blocks)]
         loaded = [plgpu.load(part, layout=mosaic.Layout.WGMMA, optimized=False) for part in parts]
         return [total + part for total, part in zip(sums, loaded, strict=True)]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import mosaic, mosaic_int4, mosaic_int4_sums
+from pallas_kernels import mosaic, mosaic_int4, mosaic_int4_sums, mosaic_turns
 from pallas_kernels.device import H200, Device
 from pallas_kernels.mosaic_int4_step import Step
 from pallas_kernels.mosaic_int4_sums import PITCH
@@ -374,7 +374,7 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
         @pl.when(turn.turn * _steps_of(kernel, k_group) + n >= kernel.stages // split)
         def _():
             plgpu.barrier_wait(smem["free"].at[slot])
-            mosaic.fence_async()  # the stage was read by ordinary loads
+            mosaic_turns.fence_async()  # the stage was read by ordinary loads
 
         def load_slice(which):
             slice_ = turn.first + jnp.minimum(which, turn.count - 1)

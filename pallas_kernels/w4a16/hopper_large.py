@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import mosaic, mosaic_int4
+from pallas_kernels import mosaic, mosaic_int4, mosaic_turns
 from pallas_kernels.device import H200, Device
 from pallas_kernels.w4a16.spec import W4A16Spec
 
@@ -360,7 +360,9 @@ def _call(kernel: _Kernel, operands: dict[str, Array]) -> Array:
     if config.parts == 1:
         return launch(*operands.values())[0]
     counters = kernel.tiles * config.warpgroups
-    return mosaic.with_zeros(counters, lambda arrived: launch(*operands.values(), arrived), tuple(outputs.values()))[0]
+    return mosaic_turns.with_zeros(
+        counters, lambda arrived: launch(*operands.values(), arrived), tuple(outputs.values())
+    )[0]
 
 
 def _body(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
@@ -468,7 +470,7 @@ def _load(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], warp: Any
         @pl.when(taken >= kernel.stages)
         def _():
             _wait_free(kernel, smem, slot)
-            mosaic.fence_async()  # the stage was read by ordinary loads
+            mosaic_turns.fence_async()  # the stage was read by ordinary loads
 
         def load_block(which):
             block = tile.block + jnp.clip(which, 0, jnp.maximum(tile.count - 1, 0))
@@ -570,8 +572,8 @@ def _meet(kernel: _Kernel, gmem: dict[str, Any], tile: _Tile, mine: list[Any], s
         for share, part in enumerate(mosaic.columns_of(y, config.tokens // config.parts)):
             place[share, tile.part, block] = part
     arrived = tile.index * config.warpgroups + lax.axis_index("warpgroup")
-    mosaic_int4.announce(gmem["arrived"], arrived)
-    mosaic.wait_turn(gmem["arrived"], arrived, i32(config.parts))
+    mosaic_turns.announce(gmem["arrived"], arrived)
+    mosaic_turns.wait_turn(gmem["arrived"], arrived, i32(config.parts))
 
     def added(block):
         parts = [place.at[tile.part, n, block] for n in range(config.parts)]

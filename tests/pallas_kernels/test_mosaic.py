@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, mosaic_turns
 from tests.mosaic.interpreter import Race, run_interpreted
 from tests.mosaic.lowering import lower_for_cuda
 
@@ -80,9 +80,9 @@ def test_zero_not_finite(dtype, bad):
             def _():
                 flag[0] = i32(0)
                 mosaic.zero_not_finite(tile, flag.at[pl.ds(0, 1)])
-                mosaic.fence_async()
+                mosaic_turns.fence_async()
 
-        mosaic.named_barrier_sync(i32(4), 128)
+        mosaic_turns.named_barrier_sync(i32(4), 128)
         seen = plgpu.load(tile, layout=plgpu.Layout.WGMMA).astype(f32)
         out_ref[...] = seen + flag[0].astype(f32) * 1000
 

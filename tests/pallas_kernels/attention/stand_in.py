@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic_turns
 from pallas_kernels.attention import derivative, reference, tile
 from pallas_kernels.attention.spec import AttentionSpec, make_spec
 from tests.oracle import attention as oracle
@@ -27,7 +27,7 @@ def counting(results):
         return results
 
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    return tuple(mosaic.with_zeros(1, launch, out_type))
+    return tuple(mosaic_turns.with_zeros(1, launch, out_type))
 
 
 def forward(spec: AttentionSpec, q, k, v, *, scale, **optional):

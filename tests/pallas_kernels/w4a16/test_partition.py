@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic_turns
 from pallas_kernels.w4a16 import reference
 from pallas_kernels.w4a16.cases import COLUMN, Case
 from pallas_kernels.w4a16.derivative import differentiable
@@ -32,7 +32,7 @@ def kernel(spec, x, words, scales, zeros):
         counter[...] += 1
         return [reference.matmul(spec, x, words, scales, zeros)]
 
-    return mosaic.with_zeros(1, launch, [jax.ShapeDtypeStruct((spec.M, spec.N), spec.dtype)])[0]
+    return mosaic_turns.with_zeros(1, launch, [jax.ShapeDtypeStruct((spec.M, spec.N), spec.dtype)])[0]
 
 
 product = differentiable(partitioned(kernel), exact=reference.matmul)
