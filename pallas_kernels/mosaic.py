@@ -1,4 +1,4 @@
-"""What every Hopper kernel needs and Pallas Mosaic GPU does not offer: mask, fences, named barriers, turns.
+"""What every Hopper kernel needs and Pallas Mosaic GPU does not offer: masks, operands, products, votes.
 
 Each inline function carries `interpret`, the same thing in words that tests/mosaic/interpreter.py can run on a CPU.
 """
