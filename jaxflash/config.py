@@ -47,8 +47,7 @@ class ModelConfig:
     `dot_product_attention`, None lets the dispatcher choose; `context_parallel` says how it meets the keys of other
     devices where a mesh cuts sequences, `attention_precision` what numbers it multiplies (decoding: the cache's).
     `linear_precision="fp8"` rounds what the blocks' linears multiply to 8 bits, in both passes
-    (`pallas_kernels.fp8.derivative`), "fp8_fast" has tensor cores sum gradients in fewer bits too; parameters and
-    everything else stay as they are.
+    (`pallas_kernels.fp8.derivative`); parameters and everything else stay as they are.
     """
 
     vocab_size: int

@@ -14,7 +14,7 @@ from quant.fp8 import Fp8Tensor, fp8_matmul
 from quant.lora import LoraTensor, low_rank_product
 from quant.tensor import Int4Tensor
 
-Precision = Literal["compute_dtype", "fp8", "fp8_fast"]
+Precision = Literal["compute_dtype", "fp8"]
 
 
 def matmul(
@@ -31,8 +31,7 @@ def matmul(
       weight: (K, N), an array, an Int4Tensor, an Fp8Tensor, for which x is rounded to 8 bits as well, or any of them
         with an adapter, a LoraTensor.
       bias: (N,) or None.
-      precision: "fp8" rounds x, a dense weight and cotangents to 8 bits (`pallas_kernels.fp8.derivative`); "fp8_fast"
-        has the tensor core alone sum gradients as well.
+      precision: "fp8" rounds x, a dense weight and cotangents to 8 bits (`pallas_kernels.fp8.derivative`).
 
     Raises:
       ValueError: what `w4a16_matmul` and `fp8_matmul` refuse.
@@ -44,7 +43,7 @@ def matmul(
     if isinstance(weight, Fp8Tensor):
         return fp8_matmul(x, weight, bias=bias)
     if precision != "compute_dtype":
-        y = train_matmul(x.reshape(-1, x.shape[-1]), weight, fast_gradients=precision == "fp8_fast")
+        y = train_matmul(x.reshape(-1, x.shape[-1]), weight)
         return _add(y.reshape(*x.shape[:-1], weight.shape[-1]), bias)
     return _add(x @ weight.astype(x.dtype), bias)
 

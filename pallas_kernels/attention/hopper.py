@@ -223,23 +223,61 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     dtype = smem["q"].dtype
     seen = _Seen(kernel, gmem, smem, tile, first_row)
 
+    # By how many bits a row's largest weight may lie below 1, so that later ones, which are 1 at most, need no new
+    # maximum. bfloat16 has exponents enough; float16 rounds weights below 2^-14 coarsely.
+    spare = 0.0 if not config.lazy else 8.0 if dtype == jnp.bfloat16 else 4.0
+
     def slot(n):
         return lax.rem(count + n, i32(config.stages))
 
+    def finite(maximum):
+        """A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself."""
+        return jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked or config.lazy else maximum
+
+    def weigh(s, maximum):
+        """(weights, maximum, decay, moved); looks for a new maximum in every row."""
+        new = jnp.maximum(maximum, s.max(axis=1) * kernel.scale + spare)
+        weights = jnp.exp2(s * kernel.scale - broadcast(finite(new), s.shape))
+        return weights, new, jnp.exp2(maximum - finite(new)), None
+
+    def weigh_lazily(s, maximum):
+        """The same; `moved`, int32 and not the same in every warp, is 0 if no row of a warp needs a new one.
+
+        Each row gets what it would alone: one that needs none keeps its own.
+        """
+        reference = finite(maximum)
+        logits = s * kernel.scale - broadcast(reference, s.shape)
+        moved = mosaic.any_not_negative(logits, jnp.where(maximum == -jnp.inf, 1.0, -1.0))
+
+        def move(logits):
+            largest = logits.max(axis=1)
+            stays = (largest <= 0.0) & (maximum != -jnp.inf)  # NaN is not less than anything
+            new = jnp.where(stays, maximum, jnp.maximum(maximum, largest + (reference + spare)))
+            return logits - broadcast(finite(new) - reference, s.shape), new, jnp.exp2(maximum - finite(new))
+
+        def stay(logits):
+            return logits, maximum, jnp.ones_like(maximum)
+
+        logits, new, decay = lax.cond(moved > 0, move, stay, logits)
+        return jnp.exp2(logits), new, decay, moved
+
     def softmax(s, maximum, total, n):
-        """(weights in 16 bits, maximum, total, decay); the maximum is of logits in base 2."""
+        """(weights in 16 bits, maximum, total, decay, moved); maxima are of logits in base 2, and more if lazy.
+
+        `total` (64, 8) has the sums of every eighth column, each in one thread: they meet at the end. None: no block
+        came before.
+        """
         if not spec.segments:  # whose ids lie beside the keys
             plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
         if kernel.masked:
             s = lax.cond(tile.partial(n), lambda s: seen.hide(s, n, slot(n)), lambda s: s, s)
         if spec.segments:
             plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
-        new = jnp.maximum(maximum, s.max(axis=1) * kernel.scale)
-        # A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself.
-        reference = jnp.where(new == -jnp.inf, 0.0, new) if kernel.masked else new
-        weights = jnp.exp2(s * kernel.scale - broadcast(reference, s.shape))
-        decay = jnp.exp2(maximum - reference)
-        return weights.astype(dtype), new, total * decay + weights.sum(axis=1), decay
+        how = weigh if total is None or not config.lazy else weigh_lazily
+        weights, new, decay, moved = how(s, maximum)
+        sums = mosaic.columns_of(weights, 8)
+        total = functools.reduce(jnp.add, sums if total is None else [total * broadcast(decay, (64, 8)), *sums])
+        return weights.astype(dtype), new, total, decay, moved
 
     def wait_turn():
         if config.turns:
@@ -255,7 +293,6 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
     def with_output(o_acc):
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
-        total = plgpu.layout_cast(jnp.zeros((64,), f32), ROWS)
 
         skipped = seen.skipped_blocks(steps)
         if skipped is not None:
@@ -268,7 +305,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         first: Any = i32(0) if skipped is None else skipped
 
         s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
-        weights, maximum, total = softmax(s, maximum, total, first)[:3]
+        weights, maximum, total = softmax(s, maximum, None, first)[:3]
         if config.turns:
             pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
         if skipped is not None:
@@ -290,11 +327,15 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 plgpu.wgmma(o_acc, weights, smem["v"].at[here])
                 pass_turn()
                 s = scores(1)
-                new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1)
+                new_weights, new_maximum, new_total, decay, moved = softmax(s, maximum, total, n + 1)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
+
+                def scaled(o):
+                    return o * broadcast(decay, o.shape)
+
                 o = o_acc[...]
-                o_acc[...] = o * broadcast(decay, o.shape)
+                o_acc[...] = scaled(o) if moved is None else lax.cond(moved > 0, scaled, lambda o: o, o)
                 return new_weights, new_maximum, new_total
 
             return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
@@ -310,6 +351,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         plgpu.wgmma_wait(0)
         if config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        total = total.sum(axis=1)
         if kernel.poisonable:
             total = seen.poison(total, turn, o_smem)
         plgpu.barrier_arrive(smem["v_free"].at[last])  # after the question whether the tile was dirty

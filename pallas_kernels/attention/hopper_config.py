@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pallas_kernels import tuned
 from pallas_kernels.attention.spec import AttentionSpec
@@ -23,7 +23,8 @@ class Schedule:
 
     `warpgroups` consumers of 64 queries each; `kv_block` keys a step; `stages` blocks of K and of V in flight; `turns`:
     the warpgroups alternate at the tensor cores; `persistent`: one CTA per SM takes tile after tile, and loads the next
-    one while it finishes this; `uncleared`: scores go where no zeros were written before (`mosaic.product`);
+    one while it finishes this; `uncleared`: scores go where no zeros were written before (`mosaic.product`); `lazy`:
+    a row's weights are relative to a new maximum only where they would be too large (`hopper_softmax`);
     `l2_mib`: heads run side by side as long as their keys and values fit into so many MiB.
     """
 
@@ -33,6 +34,7 @@ class Schedule:
     turns: bool = False
     persistent: bool = True
     uncleared: bool = False
+    lazy: bool = False
     l2_mib: int = 16
 
     _KEYS: ClassVar[int] = 64  # whose multiples blocks are
@@ -58,7 +60,7 @@ class Schedule:
     def __str__(self) -> str:
         words = [f"{self.q_block} queries x {self.kv_block} keys", f"{self.warpgroups} warpgroups"]
         words += ["in turns"] * self.turns + [f"{self.stages} stages"] + ["persistent"] * self.persistent
-        words += ["uncleared"] * self.uncleared
+        words += ["uncleared"] * self.uncleared + ["lazy"] * self.lazy
         return ", ".join([*words, f"{self.l2_mib} MiB of heads side by side"])
 
 
@@ -123,36 +125,30 @@ def head_dims(spec: AttentionSpec) -> tuple[int, int]:
 def default(spec: AttentionSpec) -> Config:
     """The forward configuration for a call that nobody has tuned (H200, 2026-11; ARCHITECTURE.md, log).
 
-    A persistent grid gains at head dims 64 and 128, where Q, K, V and the output fit side by side.
+    A persistent grid gains at head dims 64 and 128, where Q, K, V and the output fit side by side; so do turns.
     """
     H, H_v = head_dims(spec)
     persistent = max(H, H_v) <= 128
     own_output = persistent or H != H_v
+    first = Config(turns=persistent, persistent=persistent, own_output=own_output, uncleared=True, lazy=True)
     if max(H, H_v) == 64:
-        return Config(warpgroups=3, turns=True, persistent=persistent, own_output=own_output)
+        return dataclasses.replace(first, warpgroups=3)
     if max(H, H_v) == 128:
-        return Config(persistent=persistent, own_output=own_output)
-    return Config(kv_block=64, stages=3 if (H, H_v) == (192, 128) else 2, persistent=False, own_output=own_output)
+        return first
+    return dataclasses.replace(first, kv_block=64, stages=3 if (H, H_v) == (192, 128) else 2)
 
 
 def candidates(spec: AttentionSpec) -> list[Config]:
     """Forward configurations worth timing, the default first: those that fit.
 
     Left out are blocks of 192 keys (spills), blocks of 64 at head dims 64 and 128 and two warpgroups at head dim 64,
-    both 15 % slower at least (ARCHITECTURE.md, log).
+    both 15 % slower at least; persistent grids above 128 (spills) (ARCHITECTURE.md, log).
     """
     first = default(spec)
-    found = [first, dataclasses.replace(first, uncleared=True)]
-    for stages, turns, persistent in itertools.product((2, 3), (False, True), (True, False)):
-        # A persistent grid wants the output out of the way of the next tile's Q; otherwise Q's memory does.
-        for own_output in (persistent, not persistent):
-            config = dataclasses.replace(
-                first, stages=stages, turns=turns, persistent=persistent, own_output=own_output
-            )
-            if fits(spec, config):
-                found.append(config)
-                break
-    return list(dict.fromkeys(found))
+    changes: list[dict[str, Any]] = [{}, {"lazy": False}, {"lazy": False, "uncleared": False}, {"persistent": False}]
+    changes += [{"stages": stages, "turns": turns} for stages, turns in itertools.product((2, 3), (False, True))]
+    found = [dataclasses.replace(first, **change) for change in changes]
+    return [config for config in dict.fromkeys(found) if fits(spec, config)]
 
 
 def cache_shares[C: (Config, BackwardConfig)](config: C) -> list[C]:

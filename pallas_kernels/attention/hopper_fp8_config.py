@@ -26,12 +26,9 @@ class Fp8Config(Schedule):
 
     `promote`: after so many blocks what the tensor cores have summed up, of which they keep some 14 bits, is added to
     float32 sums in shared memory; 0: never (arXiv 2407.08608 does not; DeepSeek-V3, arXiv 2412.19437, 3.3.2, does).
-    `lazy`: a row's weights are relative to a new maximum only when they would exceed what e4m3 holds, and what was
-    summed up is scaled only then.
     """
 
     promote: int = 0
-    lazy: bool = False
 
     _KEYS: ClassVar[int] = 32
 
@@ -41,8 +38,7 @@ class Fp8Config(Schedule):
             raise ValueError(f"Fp8Config: {self.promote=} - counts blocks. Give 0 for sums of the tensor cores alone.")
 
     def __str__(self) -> str:
-        words = [super().__str__(), f"sums in float32 every {self.promote} blocks"][: 1 + (self.promote > 0)]
-        return ", ".join([*words, *["lazy"] * self.lazy])
+        return super().__str__() + f", sums in float32 every {self.promote} blocks" * (self.promote > 0)
 
 
 def staged_columns(H_v: int, config: Fp8Config) -> int:
@@ -76,24 +72,18 @@ def default(spec: AttentionSpec) -> Fp8Config:
     block = kv_block(spec)
     # Above 128 there is no shared memory for it.
     promote = _PROMOTED_KEYS // block if head_dims(spec)[1] <= 128 else 0
-    warpgroups = 3 if max(head_dims(spec)) == 64 else 2
-    return Fp8Config(warpgroups=warpgroups, kv_block=block, promote=promote)
+    widest = max(head_dims(spec))
+    warpgroups = 3 if widest == 64 else 2
+    return Fp8Config(warpgroups=warpgroups, kv_block=block, promote=promote, uncleared=True, lazy=widest != 128)
 
 
 def candidates(spec: AttentionSpec) -> list[Fp8Config]:
     """Configurations worth timing, the default first: those that fit."""
     first = default(spec)
-    both = {"lazy": True, "uncleared": True}
-    changes: list[dict[str, Any]] = [{}, {"uncleared": True}, {"lazy": True}, both, both | {"turns": True}]
-    changes += [
-        {"turns": True},
-        both | {"promote": first.promote * 3 // 2},
-        both | {"stages": 3},
-        {"persistent": False},
-    ]
-    if max(head_dims(spec)) == 64:  # instructions for a key of 64 queries: 2.8 with 256 keys at a time, 3.4 with 128
-        wide = both | {"warpgroups": 2, "kv_block": 256, "promote": _PROMOTED_KEYS // 256}
-        changes += [wide, wide | {"turns": True}]
+    changes: list[dict[str, Any]] = [
+        {}, {"lazy": not first.lazy}, {"uncleared": False}, {"uncleared": False, "lazy": False}, {"turns": True},
+        {"promote": first.promote * 3 // 2}, {"stages": 3}, {"persistent": False},
+    ]  # fmt: skip
     found = [dataclasses.replace(first, **change) for change in changes]
     return [config for config in dict.fromkeys(found) if fits(spec, config)]
 

@@ -122,18 +122,15 @@ def _of_codes(a: Any, a_scale: Any, b: Any, b_scale: Any, dtype: Any, *, fast_ac
 _trained = trained(_of_codes)
 
 
-def train_matmul(
-    x: Float[Array, "m k"], w: Float[Array, "k n"], *, fast_gradients: bool = False
-) -> Float[Array, "m n"]:
+def train_matmul(x: Float[Array, "m k"], w: Float[Array, "k n"]) -> Float[Array, "m n"]:
     """y = x W of operands rounded to 8 bits, in both passes, for a dense weight (K, N) that is being trained.
 
     e4m3 with one scale a tensor, e5m2 for cotangents; where no GPU has 8-bit tensor cores, the same rounded numbers are
-    multiplied exactly. y in x's dtype, bfloat16 or float32; the gradient of W in its own. fast_gradients: the tensor
-    core alone sums both gradients, as it sums y (`derivative`).
+    multiplied exactly. y in x's dtype, bfloat16 or float32; the gradient of W in its own.
     """
     if x.shape[0] == 0:
         return jnp.zeros((0, w.shape[1]), x.dtype)
-    return _trained(x, w, fast_gradients)
+    return _trained(x, w)
 
 
 def explain(spec: Fp8Spec, *, device: Device | None = None, implementation: str | None = None) -> dispatch.Explanation:

@@ -10,10 +10,11 @@ of the values at hand, a power of two (Micikevicius et al., FP8 formats for deep
     y  = x8 w8        e4m3 x e4m3
     dx = dy8 w8^T     e5m2 x e4m3      dw = x8^T dy8     e4m3 x e5m2
 
-so that x, w and dy are rounded once each. y is summed by the tensor core alone (`fast_accumulation`), dx and dw only if
-asked for: its sums stop growing where they exceed a product some 10,000 times, and dw sums over tokens. Operands lie
-along the dim that is summed over, hence twice each in memory. A pass over x or w finds its scale; where the backward
-pass computes codes again (`jax.checkpoint`), a policy that saves the name `SCALE` spares it a second one.
+so that x, w and dy are rounded once each. y and dx are summed by the tensor core alone (`fast_accumulation`), dw is
+not: such sums stop growing where they exceed a product some 10,000 times, and dw sums over tokens, of which there is no
+end. Operands lie along the dim that is summed over, hence twice each in memory. A pass over x or w finds its scale;
+where the backward pass computes codes again (`jax.checkpoint`), a policy that saves the name `SCALE` spares it a second
+one.
 """
 
 import functools
@@ -63,25 +64,25 @@ def straight_through(forward: Callable[..., Any]) -> Callable[..., Any]:
     return product
 
 
-def trained(product: Callable[..., Any]) -> Callable[[Any, Any, bool], Any]:
-    """y (M, N) of x (M, K), w (K, N) and fast_gradients for training; `product(a, a_scale, b, b_scale, dtype,
-    fast_accumulation=)` of codes along K."""
+def trained(product: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """y (M, N) of x (M, K) and w (K, N) for training; `product(a, a_scale, b, b_scale, dtype, fast_accumulation=)` of
+    codes along K."""
 
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-    def train(x: Float[Array, "m k"], w: Float[Array, "k n"], fast_gradients: bool) -> Float[Array, "m n"]:
-        return forward(x, w, fast_gradients)[0]
+    @jax.custom_vjp
+    def train(x: Float[Array, "m k"], w: Float[Array, "k n"]) -> Float[Array, "m n"]:
+        return forward(x, w)[0]
 
-    def forward(x: Array, w: Array, fast_gradients: bool) -> tuple[Array, Any]:
+    def forward(x: Array, w: Array) -> tuple[Array, Any]:
         (x8, x_scale), (w8, w_scale) = (_rounded(value, E4M3) for value in (x, w))
         y = product(x8, x_scale, w8.T, w_scale, x.dtype, fast_accumulation=True)
         # A value without bytes: w's own dtype, which its gradient takes.
         return y, (x8.T, x_scale, w8, w_scale, jnp.zeros(0, w.dtype))
 
-    def backward(fast_gradients: bool, kept: Any, dy: Array) -> tuple[Array, Array]:
+    def backward(kept: Any, dy: Array) -> tuple[Array, Array]:
         x_across, x_scale, w_across, w_scale, like = kept
         dy8, dy_scale = _rounded(dy, E5M2)
-        dx = product(dy8, dy_scale, w_across, w_scale, dy.dtype, fast_accumulation=fast_gradients)
-        dw = product(x_across, x_scale, dy8.T, dy_scale, dy.dtype, fast_accumulation=fast_gradients)
+        dx = product(dy8, dy_scale, w_across, w_scale, dy.dtype, fast_accumulation=True)
+        dw = product(x_across, x_scale, dy8.T, dy_scale, dy.dtype, fast_accumulation=False)
         return dx, dw.astype(like.dtype)
 
     train.defvjp(forward, backward)

@@ -123,7 +123,9 @@ def test_a_product_reads_its_operands_until_it_has_finished(early):
         y = mosaic.finished(mosaic.product(a, b), 0)
         ones = plgpu.layout_cast(jnp.full((64,), 1, i32), mosaic.ROWS)
         odd = mosaic.any_of_warp(ones - ones) + 2 * mosaic.any_of_warp(ones)
-        out_ref[...] = mosaic.load_by_thread(parked) + y * odd.astype(f32)
+        rows, below = ones.astype(f32), -1.0 - jnp.abs(y)
+        even = 4 * mosaic.any_not_negative(below, -rows) + mosaic.any_not_negative(below, rows) - 1
+        out_ref[...] = mosaic.load_by_thread(parked) + y * (odd + even).astype(f32)
 
     tile = mosaic.swizzled((64, 128), a.dtype)
     scratch = tile, tile, plgpu.SMEM((64, 64), f32), plgpu.Barrier()

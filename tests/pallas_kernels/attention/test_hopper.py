@@ -33,10 +33,10 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (40, 72)]
 HEADS = [(1, 1), (2, 1)]  # of queries, of keys
 CONFIGS = {
     "2x64": Config(kv_block=64),
-    "2x128": Config(kv_block=128, uncleared=True),
-    "2x64_turns_alone": Config(kv_block=64, turns=True, persistent=False),
+    "2x128": Config(kv_block=128, uncleared=True, lazy=True),
+    "2x64_turns_alone": Config(kv_block=64, turns=True, persistent=False, lazy=True),
     "2x64_stages_shared_output": Config(kv_block=64, stages=3, own_output=False),
-    "3x64_alone_shared_output": Config(warpgroups=3, kv_block=64, persistent=False, own_output=False),
+    "3x64_alone_shared_output": Config(warpgroups=3, kv_block=64, persistent=False, own_output=False, lazy=True),
     "3x128_turns": Config(warpgroups=3, kv_block=128, turns=True),
 }
 FACTORS: dict[str, list[Any]] = {
@@ -222,6 +222,49 @@ SPECIAL: dict[str, tuple[Case, Config | None]] = {
 )
 def test_special(name):
     check(*SPECIAL[name])
+
+
+LAZY = Config(kv_block=64, lazy=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_maxima_that_lag_behind(dtype):
+    """From block to block, the last one first, the logits of the batch entries rise by a little, by more than a weight
+    may, by more than a float32 holds; they fall; the first to be seen are -inf."""
+    inf = np.inf
+    check_heights(
+        np.array([[7, 5, 3, 1, -99], [0, 5, 30, 300, -1000], [9, 0, -9, -90, 0], [-50, -50, -60, -50, -inf]]), dtype
+    )
+
+
+def check_heights(heights: np.ndarray, dtype: str) -> None:
+    """The logits of each batch entry's blocks of keys are about so large."""
+    tall = case(B=len(heights), T=64, S=64 * heights.shape[1], dtype=dtype, scale=1.0)
+    arguments = {name: x for name, x in tall.arguments().items() if x is not None}
+    key = np.array(arguments["key"], np.float32)
+    query = np.array(arguments["query"], np.float32)
+    key *= 0.1
+    query[..., 0], key[..., 0] = 1.0, np.repeat(heights, 64, axis=1)[..., None]
+    arguments |= {"query": jnp.asarray(query, dtype), "key": jnp.asarray(key, dtype)}
+    function, arrays = call(tall, LAZY, arguments)
+    out, lse = run_interpreted(function, *arrays)
+    oracle, plain = attention(**arguments), attention(**arguments, precision=jnp.dtype(dtype))
+    assert_close(out, oracle.out, plain.out, "out")
+    assert_close(lse, oracle.lse, plain.lse, "lse")
+
+
+def test_what_a_row_gets_does_not_depend_on_the_others():
+    """One row's logits rise, and a warp looks for new maxima: the other rows keep every bit."""
+    tall = case(T=64, S=256)
+    arguments = {name: x for name, x in tall.arguments().items() if x is not None}
+    higher = np.array(arguments["query"], np.float32)
+    higher[:, 5] *= 100
+    results = []
+    for query in (arguments["query"], jnp.asarray(higher, "bfloat16")):
+        function, arrays = call(tall, LAZY, arguments | {"query": query})
+        results.append([np.delete(np.asarray(x, np.float32), 5, axis=1) for x in run_interpreted(function, *arrays)])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("heads", [1, pytest.param(2, marks=pytest.mark.slow)])
