@@ -4,7 +4,8 @@
 
 Entries of q, k and v are N(0, 1) + N(0, 100) Bernoulli(0.001), one head of dim 128, no mask, mean over seeds (arXiv
 2407.08608, section 4.3). `implementation` is what rounds: the reference on a CPU, the kernel on Hopper. "full" is the
-call with precision="fp8"; "no transform" does not rotate; "whole" has one scale for a whole head, "baseline" neither.
+call with precision="fp8"; "no transform" does not rotate; "whole" has one scale for a whole head, "baseline" neither;
+"bfloat16" and "float16" are calls without it.
 """
 
 import argparse
@@ -19,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import fp8, hopper_fp8, hopper_fp8_config, hopper_fp8_prologue, reference, reference_fp8
+from pallas_kernels.attention import fp8, hopper_fp8, hopper_fp8_config, hopper_fp8_prologue, reference_fp8
+from pallas_kernels.attention.api import dot_product_attention
 from pallas_kernels.attention.spec import AttentionSpec
 from pallas_kernels.device import Device, current_device
 from pallas_kernels.timing import setting
@@ -30,6 +32,7 @@ RECIPES = {
     "whole": fp8.Recipe(whole=True),
     "baseline": fp8.Recipe(transform=False, whole=True),
 }
+PLAIN = "bfloat16", "float16"
 HEAD_DIM = 128
 
 
@@ -56,7 +59,7 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def methods(length: int, device: Device) -> dict[str, Any]:
-    """Functions of (q, k, v), (1, length, 1, HEAD_DIM) in 16 bits, by name."""
+    """Functions of (q, k, v), (1, length, 1, HEAD_DIM) in bfloat16 or, of that name, float16, by name."""
     spec = AttentionSpec(B=1, T=length, S=length, N=1, K=1, H=HEAD_DIM, H_v=HEAD_DIM, dtype="bfloat16")
     kernel = hopper_fp8_config.why_not(spec, device) is None
     config = hopper_fp8_config.default(spec)
@@ -70,10 +73,9 @@ def methods(length: int, device: Device) -> dict[str, Any]:
         operands = quantise(spec, q, k, v)
         return hopper_fp8.attend_operands(spec, operands, scale=spec.default_scale, config=config, device=device)[0]
 
-    def plain(q: Any, k: Any, v: Any) -> Any:
-        return reference.XLA_CHUNKED.forward(spec, q, k, v, scale=spec.default_scale)[0]
-
-    return {name: functools.partial(rounded, recipe) for name, recipe in RECIPES.items()} | {"bfloat16": plain}
+    return {name: functools.partial(rounded, recipe) for name, recipe in RECIPES.items()} | dict.fromkeys(
+        PLAIN, dot_product_attention
+    )
 
 
 def table(length: int, seeds: int, device: Device) -> list[dict[str, Any]]:
@@ -83,8 +85,9 @@ def table(length: int, seeds: int, device: Device) -> list[dict[str, Any]]:
     for seed in range(seeds):
         arrays = inputs(length, seed)
         want = exact(*arrays)
-        narrow = [jnp.asarray(x[None, :, None], jnp.bfloat16) for x in arrays]
         for name, function in compiled.items():
+            dtype = name if name in PLAIN else "bfloat16"
+            narrow = [jnp.asarray(x[None, :, None], dtype) for x in arrays]
             got = np.asarray(function(*narrow).astype(jnp.float32))[0, :, 0]
             errors[name].append(float(np.sqrt(((got - want) ** 2).mean())))
     return [

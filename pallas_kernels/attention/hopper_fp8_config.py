@@ -16,6 +16,8 @@ UNPROMOTED_KEYS = 16_384
 # And may where there is room for float32 sums: of equal weights 0.9 % would be lost with 1792 keys, nothing with 1344;
 # periods in blocks of 128, 224 and 256 keys are powers of two so, which cost less to find than others.
 _PROMOTED_KEYS = 1024
+# Of heads side by side, by the larger head dim and whether the call is causal (H200, 8k).
+_HEADS_MIB = {(64, False): 16, (64, True): 16, (128, False): 16, (128, True): 16, (256, False): 16, (256, True): 16}
 # For barriers and small vectors, each rounded up to 1 KiB.
 _SMEM_SPARE = 6 * 1024
 
@@ -73,8 +75,14 @@ def default(spec: AttentionSpec) -> Fp8Config:
     # Above 128 there is no shared memory for it.
     promote = _PROMOTED_KEYS // block if head_dims(spec)[1] <= 128 else 0
     widest = max(head_dims(spec))
-    warpgroups = 3 if widest == 64 else 2
-    return Fp8Config(warpgroups=warpgroups, kv_block=block, promote=promote, uncleared=True, lazy=widest != 128)
+    return Fp8Config(
+        warpgroups=3 if widest == 64 else 2,
+        kv_block=block,
+        promote=promote,
+        uncleared=True,
+        lazy=widest != 128,
+        l2_mib=_HEADS_MIB.get((widest, spec.is_causal), 16),
+    )
 
 
 def candidates(spec: AttentionSpec) -> list[Fp8Config]:
@@ -83,6 +91,7 @@ def candidates(spec: AttentionSpec) -> list[Fp8Config]:
     changes: list[dict[str, Any]] = [
         {}, {"lazy": not first.lazy}, {"uncleared": False}, {"uncleared": False, "lazy": False}, {"turns": True},
         {"promote": first.promote * 3 // 2}, {"stages": 3}, {"persistent": False},
+        *({"l2_mib": mib} for mib in (2, 4, 8, 16, 32, 64)),
     ]  # fmt: skip
     found = [dataclasses.replace(first, **change) for change in changes]
     return [config for config in dict.fromkeys(found) if fits(spec, config)]

@@ -369,7 +369,10 @@ def _collect(kernel: Kernel, gmem: dict[str, Any], run: _Run, sums: list[Any]) -
 
 
 def _store(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run, sums: list[Any]) -> None:
-    """A warpgroup's blocks of a tile to memory; TMA leaves out rows of x past M."""
+    """A warpgroup's blocks of a tile to memory; TMA leaves out rows of x past M.
+
+    But not a store that begins there: with M up to 8 it went to the rows before (H200; the interpreter leaves it out).
+    """
     config, shape = kernel.config, (64, kernel.config.share)
     w = lax.axis_index("warpgroup")
     staging = smem["out"].at[w]
@@ -379,16 +382,22 @@ def _store(kernel: Kernel, gmem: dict[str, Any], smem: dict[str, Any], run: _Run
         if not kernel.by_block:
             total = total * _epilogue_scales(kernel, gmem, run, row, shape)
         for n, part in enumerate(mosaic.columns_of(total.astype(jnp.bfloat16), width)):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()
-            if config.swapped:
-                staging.T[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
-                place = pl.ds(run.token + n * width, width), pl.ds(run.feature + row, 64)
-            else:
-                staging[...] = part
-                place = pl.ds(run.token + row, 64), pl.ds(run.feature + n * width, width)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staging, gmem["out"].at[place])
+
+            def store(part=part, n=n, row=row):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.commit_smem()
+                if config.swapped:
+                    staging.T[...] = plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+                    place = pl.ds(run.token + n * width, width), pl.ds(run.feature + row, 64)
+                else:
+                    staging[...] = part
+                    place = pl.ds(run.token + row, 64), pl.ds(run.feature + n * width, width)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staging, gmem["out"].at[place])
+
+            first = run.token + (n * width if config.swapped else row)
+            always = n == 0 and config.split == 1 if config.swapped else block == 0
+            store() if always else pl.when(first < kernel.spec.M)(store)
 
 
 def _epilogue_scales(kernel: Kernel, gmem: dict[str, Any], run: _Run, row: Any, shape: tuple[int, int]) -> Any:
