@@ -16,8 +16,6 @@ UNPROMOTED_KEYS = 16_384
 # And may where there is room for float32 sums: of equal weights 0.9 % would be lost with 1792 keys, nothing with 1344;
 # periods in blocks of 128, 224 and 256 keys are powers of two so, which cost less to find than others.
 _PROMOTED_KEYS = 1024
-# Of heads side by side, by the larger head dim and whether the call is causal (H200, 8k).
-_HEADS_MIB = {(64, False): 16, (64, True): 16, (128, False): 16, (128, True): 16, (256, False): 16, (256, True): 16}
 # For barriers and small vectors, each rounded up to 1 KiB.
 _SMEM_SPARE = 6 * 1024
 
@@ -75,14 +73,8 @@ def default(spec: AttentionSpec) -> Fp8Config:
     # Above 128 there is no shared memory for it.
     promote = _PROMOTED_KEYS // block if head_dims(spec)[1] <= 128 else 0
     widest = max(head_dims(spec))
-    return Fp8Config(
-        warpgroups=3 if widest == 64 else 2,
-        kv_block=block,
-        promote=promote,
-        uncleared=True,
-        lazy=widest != 128,
-        l2_mib=_HEADS_MIB.get((widest, spec.is_causal), 16),
-    )
+    warpgroups = 3 if widest == 64 else 2
+    return Fp8Config(warpgroups=warpgroups, kv_block=block, promote=promote, uncleared=True, lazy=widest != 128)
 
 
 def candidates(spec: AttentionSpec) -> list[Fp8Config]:

@@ -186,12 +186,12 @@ def smem_bytes(spec: Fp8Spec, config: Config) -> int:
 
 
 def config_of(spec: Fp8Spec, device: Device) -> Config:
-    """What was measured to be best for such a weight and the nearest number of rows (tuned.json), if the call can run
-    with it; else the default."""
+    """What was measured to be best for such a weight and the nearest number of rows (tuned.json), if it is a candidate
+    for this number, too; else the default."""
     facts = {"K": spec.K, "N": spec.N, "scaling": spec.scaling}
     found = tuned.lookup(TUNED, device, KERNEL, facts, spec.M)
-    config = default(spec, device) if found is None else Config(**found)
-    return config if fits(spec, config, device) is None else default(spec, device)
+    config = None if found is None else Config(**found)
+    return config if config in candidates(spec, device) else default(spec, device)
 
 
 def candidates(spec: Fp8Spec, device: Device) -> list[Config]:

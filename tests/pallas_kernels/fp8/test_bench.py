@@ -64,7 +64,7 @@ def test_the_timed_function_takes_scales_as_the_kernel_that_rounds_writes_them(n
 
 
 def test_the_best_is_written_and_found_again(monkeypatch, tmp_path):
-    """By the command's own functions; on another device, of another weight, or where it does not fit, the default."""
+    """By the command's own functions; on another device, of another weight or other rows, the default."""
     product = tune.products()[0]
     slow, best, *_ = product.candidates
     assert best.split > 1 and (product.length, product.cell.shape) == (64, "7168x16384")
@@ -79,6 +79,7 @@ def test_the_best_is_written_and_found_again(monkeypatch, tmp_path):
     assert hopper_config.config_of(dataclasses.replace(spec, M=48), H200) == best
     others: list[tuple[dict, Device]] = [
         ({}, dataclasses.replace(H200, kind="NVIDIA H100")), ({"K": 1024}, H200), ({"scaling": "row"}, H200),
+        *(({"M": rows}, H200) for rows in (1, 16, 100, 300, 4096)),  # of other tiles
     ]  # fmt: skip
     for changes, device in others:
         other = dataclasses.replace(spec, **changes)
