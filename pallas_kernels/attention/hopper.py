@@ -10,6 +10,10 @@ One CTA of each SM walks over tiles of `64 * warpgroups` queries of one head; bl
 The softmax of one block runs behind the product of the block before it with V (arXiv 2407.08608, section 3.2, algorithm
 2); with `turns` the warpgroups also take turns at the tensor cores (section 3.1). Masks cost only where they cut a
 block: `blocks` says which blocks are dead, partial and full. Rows that see nothing keep l = 0 and give 0 and -inf.
+
+A row's weights need not be relative to its largest logit, only to one that keeps them in range. `lazy` takes the first
+block's, plus some bits, and in every other block asks no more than whether a weight would exceed 1; only then are
+maxima looked for, and sums scaled.
 """
 
 import functools
