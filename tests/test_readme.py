@@ -3,6 +3,9 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
+
+from pallas_kernels import bench
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -24,9 +27,28 @@ def test_the_commands_are_targets_of_the_makefile():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (README.parent / f"notebooks/results/{name}.jsonl").open()]
+
+
+def test_the_table_of_attention_is_that_of_the_rows():
+    assert bench.table(rows_of("attention_h200")) in README.read_text()
+
+
+def test_the_table_of_attention_in_e4m3_is_that_of_the_rows():
+    last = {row["cell"]: row for row in rows_of("attention_fp8_h200") if "included_tflops" in row and "bf16_ms" in row}
+    lines = re.findall(r"^\| (\d+), (\d+) \|(.* \(\d+\) .*)\|$", README.read_text(), re.MULTILINE)
+    for head_dim, length, cells in lines:
+        found = [cell.strip() for cell in cells.split("|")]
+        for mask, pair in zip(("none", "causal"), (found[:2], found[2:]), strict=True):
+            row = last[f"d{head_dim}-s{length}-{mask}-forward"]
+            assert pair == [f"{row['bf16_tflops']:.0f}", f"{row['included_tflops']:.0f} ({row['kernel_tflops']:.0f})"]
+    assert len(lines) == 6
+
+
 def test_perplexities_of_quantised_models_are_measured_rows():
     """Of one call on an H200, in float32; the paper's settings were measured on a CPU."""
-    rows = [json.loads(line) for line in (README.parent / "notebooks/results/quantize_smollm2.jsonl").open()]
+    rows = rows_of("quantize_smollm2")
     table = README.read_text().split("| perplexity of SmolLM2-135M |")[1].split("\n\n")[0].splitlines()[2:]
     columns = [
         (4, True, False),
