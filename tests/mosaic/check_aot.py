@@ -156,8 +156,8 @@ def _candidate(
 
     allowed: dict[str, Any] = {}
     if name == "fwd-256-256-everything":
-        reason = "one number, saved as the kernel starts and restored after the loop over keys (SASS)"
-        allowed = {"spill_bytes": 4, "reason": reason}
+        reason = "with every mask at once; of the loop over keys one load a step (SASS, 2026-11)"
+        allowed = {"spill_bytes": 44, "reason": reason}
     elif name.startswith("fp8-") and name.endswith("-everything"):
         allowed = {"spill_bytes": 24, "reason": "with every mask at once; where is not looked into (2026-11): open"}
     elif name.startswith(("fp8-128-128-segments", "fp8-256-256")):
