@@ -10,7 +10,7 @@ from pathlib import Path
 # attention's gradient 0.2 for 0.9). Read when the backend starts; the programs, and how XLA partitions them, stay.
 _FAST = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 )
 
 # Of xdist's processes and those that tests start: they inherit the environment, and with it what the first one found
