@@ -15,6 +15,7 @@ from jaxflash.cli import main
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "COLUMNS": "200"}
 SMALL = ["--set", "model.n_layers=1", "--set", "model.d_model=32", "--seq-len", "32", "--batch-size", "8"]
+SMALL += ["--eval-batches", "1"]
 
 
 def jaxflash(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -88,7 +89,7 @@ def test_a_wrong_call_of_the_process_has_its_status_and_no_traceback(tmp_path):
 
 
 def test_an_interrupted_run_is_saved_and_says_so_in_its_exit_status(tmp_path):
-    args = ["train", *SMALL, "--steps", "100000", "--out", "run", "--eval-batches", "1", "--mesh", "data=1"]
+    args = ["train", *SMALL, "--steps", "100000", "--out", "run", "--mesh", "data=1"]
     child = subprocess.Popen(
         [sys.executable, "-m", "jaxflash.cli", *args],
         cwd=tmp_path,
