@@ -13,7 +13,7 @@ def small() -> TrainConfig:
     model = preset("tiny", n_layers=2, d_model=64, n_heads=8, n_kv_heads=8, head_dim=8, d_ff=128)
     return TrainConfig(
         model=model,
-        seq_len=64,
+        seq_len=32,
         batch_size=8,
         steps=10,
         warmup_steps=4,
