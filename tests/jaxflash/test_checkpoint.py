@@ -21,6 +21,8 @@ from jaxflash.model import abstract
 from jaxflash.train import train
 from sharding.mesh import make_mesh
 
+pytestmark = pytest.mark.usefixtures("same_programs")
+
 
 def _python(script: str, *args: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, *args]

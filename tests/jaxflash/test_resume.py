@@ -13,6 +13,8 @@ import pytest
 from jaxflash.config import TrainConfig, override
 from jaxflash.train import train
 
+pytestmark = pytest.mark.usefixtures("same_programs")
+
 
 def on_mesh(config: TrainConfig, *sizes: int) -> TrainConfig:
     return dataclasses.replace(config, mesh=dict(zip(("data", "fsdp", "tensor"), sizes, strict=True)))
