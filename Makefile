@@ -31,7 +31,7 @@ test-newest: $(BRING)
 	$(UV) venv --quiet --clear .venv-newest
 	$(UV) pip install --no-config --quiet --python .venv-newest --upgrade . --group dev
 	.venv-newest/bin/python -c "import jax; print('jax', jax.__version__)"
-	.venv-newest/bin/python -m pytest -m "not slow" $(NEWEST)
+	.venv-newest/bin/python -m $(PYTEST) -m "not slow" $(NEWEST)
 
 # Kernels to sm_90a without a GPU (tests/mosaic/aot.py), in an environment of their own: the locked jax, its CUDA plugin
 # and the compiler's own wheels, without the gigabytes that only running needs.

@@ -1,5 +1,6 @@
 """Every test sees eight CPU devices and no silent rank promotion; equal programs are compiled once a session."""
 
+import gc
 import itertools
 import os
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 # attention's gradient 0.2 for 0.9). Read when the backend starts; the programs, and how XLA partitions them, stay.
 _FAST = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 )
 
 # Of xdist's processes and those that tests start: they inherit the environment, and with it what the first one found
@@ -36,6 +37,12 @@ _MAPS = Path("/proc/self/maps")
 _DONE = itertools.count(1)
 
 
+def pytest_collection_finish():
+    """What has been imported stays: to go through it for garbage, again and again, was 6 % of the suite's time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def _few_programs():
     """Every compiled program has mappings of memory, 65,530 of which Linux gives a process: an interpreted kernel takes
@@ -43,6 +50,7 @@ def _few_programs():
     yield
     if next(_DONE) % 16 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 15_000:
         jax.clear_caches()
+        gc.collect()  # programs that only garbage still knows have mappings too
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, with fewer steps, rows and evaluations than it says."""
+"""Every notebook runs from top to bottom, with fewer steps, layers, rows and evaluations than it says."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 FEWER = {
     r"^STEPS = \d+$": "STEPS = 30",
     r"STEPS \+ 20": "STEPS + 3",
-    r"batch_size=\d+": "batch_size=4",
+    r"batch_size=\d+": 'batch_size=4, **{"model.n_layers": 1}',
     r"eval_batches=\d+": "eval_batches=1",
     r"max_new_tokens=\d+": "max_new_tokens=40",
 }

@@ -85,16 +85,16 @@ def test_top_kernels_of_an_empty_profile_and_of_none(tmp_path):
         bench.top_kernels(tmp_path / "b", steps=3)
 
 
-@pytest.mark.parametrize("packing", ["stream", "documents"])
-def test_a_row_is_the_trainers_own_run(packing, capsys):
+@pytest.mark.parametrize("packing, profiled", [("stream", True), ("documents", False)])
+def test_a_row_is_the_trainers_own_run(packing, profiled, capsys):
     changes = {**SMALL, "model.remat": "full"}
     settings = [f"--set={key}={value}" for key, value in changes.items()]
     call = ["--preset=tiny", f"--packing={packing}", "--steps=6", "--warm-up=2", "--mesh=data=1", "--commit=abc"]
-    bench.main([*call, *settings, "--profile"])
+    bench.main([*call, *settings, *["--profile"] * profiled])
     row = json.loads(capsys.readouterr().out)
 
     # --profile changes nothing of the steps before: the same losses as a run of six steps.
-    run = {"packing": packing, "steps": 6, "warmup_steps": 8000, "mesh": {"data": 1}}
+    run = {"packing": packing, "steps": 6, "warmup_steps": 8000, "mesh": {"data": 1}, "eval_batches": 1}
     config = override(train_preset("tiny", **changes), run)
     losses = train(config, quiet=True).curve()[1]
     assert row["losses"] == [round(loss, 4) for loss in losses]
@@ -107,6 +107,9 @@ def test_a_row_is_the_trainers_own_run(packing, capsys):
     low, high = row["step_s_range"]
     assert low <= row["step_s"] <= high and 0 < row["tokens_per_s"] <= 256 / low + 1
     assert row["filled"] == 1.0 if packing == "stream" else 0.5 < row["filled"] <= 1.0
+    assert ("kernels" in row) == profiled
+    if not profiled:
+        return
     # Three steps, whole: an operation runs once a step, or once a layer, and a fraction never.
     assert len(row["kernels"]) == 10 and row["profiled_steps"] == 3
     assert {k["calls"] % 1 for k in row["kernels"]} == {0.0}

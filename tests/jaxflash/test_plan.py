@@ -17,7 +17,6 @@ from jaxflash.cost import Machine, Step
 from jaxflash.model import abstract
 from jaxflash.plan import plan
 from jaxflash.stages import layout_rules, once_axes, parameter_rules
-from jaxflash.train import train
 from sharding import rules
 from sharding.mesh import AXES, factorisations, make_mesh
 from tests.sharding.collectives import collectives
@@ -159,8 +158,3 @@ def test_a_step_sends_and_holds_what_is_said(tiny, zero):
     assert analysis.argument_size_in_bytes == predicted.memory.arguments
     total = analysis.argument_size_in_bytes + analysis.temp_size_in_bytes
     assert 2 / 3 <= predicted.memory.total / total <= 3 / 2  # 0.8 with XLA's CPU backend, unoptimised
-    if zero == 3:  # which `jaxflash verify` trains
-        return
-    whole = train(override(config, {"mesh": {"data": 1}}), quiet=True)
-    split = train(config, quiet=True)
-    assert split.curve()[1] == pytest.approx(whole.curve()[1], rel=1e-5)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -68,15 +68,15 @@ def pairs(row: Row) -> set[tuple[Any, ...]]:
     return set(itertools.combinations(row.items(), 2))
 
 
-def pairwise() -> list[Row]:
+def pairwise(factors: dict[str, list[Any]], fits: Callable[[Row], bool]) -> list[Row]:
     """Few rows in which every two levels of two factors meet somewhere: of many random rows, the most useful next."""
     rng = np.random.default_rng(0)
 
     def anyone(**fixed: Any) -> Row:
-        return {name: fixed.get(name, levels[rng.integers(len(levels))]) for name, levels in FACTORS.items()}
+        return {name: fixed.get(name, levels[rng.integers(len(levels))]) for name, levels in factors.items()}
 
     every = itertools.chain(*(itertools.product(*x) for x in itertools.combinations(
-        [[(name, level) for level in levels] for name, levels in FACTORS.items()], 2
+        [[(name, level) for level in levels] for name, levels in factors.items()], 2
     )))  # fmt: skip
     missing = {pair for pair in every if not {"dims", "config"} == {pair[0][0], pair[1][0]} or fits(dict(pair))}
     rows = []
@@ -115,7 +115,7 @@ def name_of(row: Row) -> str:
     return "-".join("x".join(map(str, x)) if isinstance(x, tuple) else x or "even" for x in row.values())
 
 
-ROWS = pairwise()
+ROWS = pairwise(FACTORS, fits)
 
 
 # One persistent CTA does all tiles, and a race between two of them is none of the counter of tiles.
@@ -160,9 +160,9 @@ def test_pairs_of_everything(row):
 
 
 def rest() -> list[Row]:
-    """Every mask with every kind of ragged batch and pair of head dims; the rest at random."""
+    """Every mask with every kind of ragged batch and alignment, which together say what is seen; the rest at random."""
     rng = np.random.default_rng(1)
-    names = ("mask", "ragged", "dims")
+    names = ("mask", "ragged", "alignment")
     rows = []
     for levels in itertools.product(*(FACTORS[name] for name in names)):
         while True:
@@ -472,14 +472,13 @@ def with_spare(row: Row) -> bool:
     return row["config"] is None or fits(row, spare=6144)
 
 
+LOWERED = {"mask": list(LOWERED_MASKS), "dims": LOWERED_DIMS, "config": [None, *CONFIGS]}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", LOWERED_DIMS, ids=str)
-@pytest.mark.parametrize("config", [None, *CONFIGS])
-def test_every_combination_lowers(dims, config):
-    if not with_spare({"dims": dims, "config": config}):
-        pytest.skip(f"{config} needs other head dims or more shared memory")
-    for mask in LOWERED_MASKS:
-        lower(mask, dims, CONFIGS[config] if config else None)
+@pytest.mark.parametrize("row", pairwise(LOWERED, with_spare), ids=lambda row: "-".join(map(str, row.values())))
+def test_pairs_of_everything_lower(row):
+    lower(row["mask"], row["dims"], CONFIGS[row["config"]] if row["config"] else None)
 
 
 def test_default_configurations_fit():
