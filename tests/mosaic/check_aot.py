@@ -158,13 +158,13 @@ def _candidate(
     if name == "fwd-256-256-everything":
         reason = "with every mask at once; of the loop over keys one load a step (SASS, 2026-11)"
         allowed = {"spill_bytes": 44, "reason": reason}
+    elif name.startswith("fp8-256-256"):
+        reason = "constants, saved once and read after the loop over keys (SASS, 2026-11)"
+        allowed = {"spill_bytes": 60, "reason": reason}
     elif name.startswith("fp8-") and name.endswith("-everything"):
         allowed = {"spill_bytes": 24, "reason": "with every mask at once; where is not looked into (2026-11): open"}
-    elif name.startswith(("fp8-128-128-segments", "fp8-256-256")):
+    elif name.startswith("fp8-128-128-segments"):
         allowed = {"spill_bytes": 12, "reason": "few numbers; where is not looked into (2026-11): open"}
-    elif name.startswith("fwd-256-256-causal"):
-        reason = "constants of the loop, saved once, in persistent candidates (SASS, 2026-11)"
-        allowed = {"spill_bytes": 24, "reason": reason}
     elif name.startswith("bwd-128"):
         reason = "constants of the loops, saved once; no spill in the loop of full blocks (SASS, 2026-11)"
         allowed = {"spill_bytes": 24, "reason": reason}
