@@ -83,7 +83,6 @@ def candidates(spec: AttentionSpec) -> list[Fp8Config]:
     changes: list[dict[str, Any]] = [
         {}, {"lazy": not first.lazy}, {"uncleared": False}, {"uncleared": False, "lazy": False}, {"turns": True},
         {"promote": first.promote * 3 // 2}, {"stages": 3}, {"persistent": False},
-        *({"l2_mib": mib} for mib in (2, 4, 8, 16, 32, 64)),
     ]  # fmt: skip
     found = [dataclasses.replace(first, **change) for change in changes]
     return [config for config in dict.fromkeys(found) if fits(spec, config)]
