@@ -39,6 +39,7 @@ from pallas_kernels.attention.hopper_config import (
     heads_side_by_side,
     smem_bytes,
 )
+from pallas_kernels.attention.hopper_reader import Reader
 from pallas_kernels.attention.hopper_walk import (
     REGISTERS,
     Seen,
@@ -215,7 +216,7 @@ def _clean(
 
 def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index: Any, turn: Any, count: Any) -> Any:
     """Computes one warpgroup's 64 queries of one tile."""
-    spec, config = kernel.spec, kernel.config
+    config = kernel.config
     w = lax.axis_index("warpgroup")
     tile = locate(kernel, gmem, index)
     steps = tile.stop - tile.start
@@ -226,13 +227,12 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     H_v = smem["v"].shape[-1]
     dtype = smem["q"].dtype
     seen = _Seen(kernel, gmem, smem, tile, first_row)
+    values = "v_clean" if kernel.poisonable else "v_ready"
+    reader = Reader(kernel, smem, seen, w, count, values)
 
     # By how many bits a row's largest weight may lie below 1, so that later ones, which are 1 at most, need no new
     # maximum. bfloat16 has exponents enough; float16 rounds weights below 2^-14 coarsely.
     spare = 0.0 if not config.lazy else 8.0 if dtype == jnp.bfloat16 else 4.0
-
-    def slot(n):
-        return lax.rem(count + n, i32(config.stages))
 
     def finite(maximum):
         """A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself."""
@@ -271,27 +271,12 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         `total` (64, 8) has the sums of every eighth column, each in one thread: they meet at the end. None: no block
         came before.
         """
-        if not spec.segments:  # whose ids lie beside the keys
-            plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
-        if kernel.masked:
-            s = lax.cond(tile.partial(n), lambda s: seen.hide(s, n, slot(n)), lambda s: s, s)
-        if spec.segments:
-            plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
+        s = reader.visible(s, n)
         how = weigh if total is None or not config.lazy else weigh_lazily
         weights, new, decay, moved = how(s, maximum)
         sums = mosaic.columns_of(weights, 8)
         total = functools.reduce(jnp.add, sums if total is None else [total * broadcast(decay, (64, 8)), *sums])
         return weights.astype(dtype), new, total, decay, moved
-
-    def wait_turn():
-        if config.turns:
-            plgpu.barrier_wait(smem["turn"].at[w])
-
-    def pass_turn():
-        if config.turns:
-            plgpu.barrier_arrive(smem["turn"].at[lax.rem(w + 1, i32(config.warpgroups))])
-
-    v_ready = smem["v_clean" if kernel.poisonable else "v_ready"]
 
     plgpu.barrier_wait(smem["q_ready"])
 
@@ -299,37 +284,23 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         maximum = plgpu.layout_cast(jnp.full((64,), -jnp.inf, f32), ROWS)
 
         skipped = seen.skipped_blocks(steps)
-        if skipped is not None:
-
-            @pl.loop(0, skipped)
-            def _(n):
-                plgpu.barrier_wait(smem["k_ready"].at[slot(n)])
-                plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
-
+        reader.leave_keys(skipped)
         first: Any = i32(0) if skipped is None else skipped
 
-        s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
+        s = with_scores(kernel, smem, q, reader.slot(first), lambda scores: scores(0))
         weights, maximum, total = softmax(s, maximum, None, first)[:3]
-        if config.turns:
-            pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
-        if skipped is not None:
-
-            @pl.loop(0, skipped)
-            def _(n):
-                plgpu.barrier_wait(v_ready.at[slot(n)])
-                plgpu.barrier_arrive(smem["v_free"].at[slot(n)])
-                wait_turn()
-                pass_turn()
+        reader.begin_turns()
+        reader.leave_values(skipped)
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
             weights, maximum, total = carry
-            here = slot(n)
+            here = reader.slot(n)
 
             def beside_them(scores):
-                plgpu.barrier_wait(v_ready.at[here])
+                plgpu.barrier_wait(smem[values].at[here])
                 plgpu.wgmma(o_acc, weights, smem["v"].at[here])
-                pass_turn()
+                reader.pass_turn()
                 s = scores(1)
                 new_weights, new_maximum, new_total, decay, moved = softmax(s, maximum, total, n + 1)
                 plgpu.wgmma_wait(0)
@@ -342,15 +313,14 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 o_acc[...] = scaled(o) if moved is None else lax.cond(moved > 0, scaled, lambda o: o, o)
                 return new_weights, new_maximum, new_total
 
-            return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
+            return with_scores(kernel, smem, q, reader.slot(n + 1), beside_them, reader.wait_turn)
 
         weights, maximum, total = lax.fori_loop(first, steps - 1, step, (weights, maximum, total))
-        if config.turns:
-            pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
+        reader.end_turns()
         if config.own_output:
             plgpu.barrier_arrive(smem["q_free"])
-        last = slot(steps - 1)
-        plgpu.barrier_wait(v_ready.at[last])
+        last = reader.slot(steps - 1)
+        plgpu.barrier_wait(smem[values].at[last])
         plgpu.wgmma(o_acc, weights, smem["v"].at[last])
         plgpu.wgmma_wait(0)
         if config.own_output:

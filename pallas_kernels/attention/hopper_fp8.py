@@ -29,6 +29,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.attention import fp8, hopper_fp8_prologue
 from pallas_kernels.attention.hopper_config import SMEM_LIMIT, heads_side_by_side
 from pallas_kernels.attention.hopper_fp8_config import Fp8Config, default, fits, smem_bytes, staged_columns
+from pallas_kernels.attention.hopper_reader import Reader
 from pallas_kernels.attention.hopper_walk import (
     REGISTERS,
     Seen,
@@ -190,12 +191,10 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     q = smem["q"].at[pl.ds(w * 64, 64)]
     H_v = smem["v"].shape[1]
     seen = Seen(kernel, gmem, smem, tile, first_row)
+    reader = Reader(kernel, smem, seen, w, count)
     # The last tile may have warpgroups without queries.
     q_block = jnp.minimum(tile.q_tile * config.warpgroups + w, i32(gmem["query_scale"].shape[2] - 1))
     q_scale = gmem["query_scale"][tile.batch, tile.head, q_block] * kernel.scale
-
-    def slot(n):
-        return lax.rem(count + n, i32(config.stages))
 
     def scale_of(name, n):
         return gmem[name][tile.batch, kv_head, tile.stop - 1 - n]
@@ -209,12 +208,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         `total` (64, 8) has the sums of every eighth column, each in one thread: they meet at the end.
         """
-        if not spec.segments:  # whose ids lie beside the keys
-            plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
-        if kernel.masked:
-            s = lax.cond(tile.partial(n), lambda s: seen.hide(s, n, slot(n)), lambda s: s, s)
-        if spec.segments:
-            plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
+        s = reader.visible(s, n)
         largest = s.max(axis=1) * factor
         new = jnp.maximum(maximum, largest)
         if config.lazy:  # NaN is not less than anything
@@ -225,14 +219,6 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         decay = jnp.exp2(maximum - reference)
         total = functools.reduce(jnp.add, mosaic.columns_of(weights, 8), total * broadcast(decay, total.shape))
         return weights, new, total, decay
-
-    def wait_turn():
-        if config.turns:
-            plgpu.barrier_wait(smem["turn"].at[w])
-
-    def pass_turn():
-        if config.turns:
-            plgpu.barrier_arrive(smem["turn"].at[lax.rem(w + 1, i32(config.warpgroups))])
 
     plgpu.barrier_wait(smem["q_ready"])
 
@@ -254,33 +240,19 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
             mosaic.store_by_thread(zeros(H_v), sums)
 
         skipped = seen.skipped_blocks(steps)
-        if skipped is not None:
-
-            @pl.loop(0, skipped)
-            def _(n):
-                plgpu.barrier_wait(smem["k_ready"].at[slot(n)])
-                plgpu.barrier_arrive(smem["k_free"].at[slot(n)])
-
+        reader.leave_keys(skipped)
         first: Any = i32(0) if skipped is None else skipped
 
-        s = with_scores(kernel, smem, q, slot(first), lambda scores: scores(0))
+        s = with_scores(kernel, smem, q, reader.slot(first), lambda scores: scores(0))
         weights, maximum, total = softmax(s, maximum, total, first, factor_of(first))[:3]
         weights = mosaic.as_operand(weights, fp8.E4M3)
-        if config.turns:
-            pl.when(w == config.warpgroups - 1)(lambda: plgpu.barrier_arrive(smem["turn"].at[0]))
-        if skipped is not None:
-
-            @pl.loop(0, skipped)
-            def _(n):
-                plgpu.barrier_wait(smem["v_ready"].at[slot(n)])
-                plgpu.barrier_arrive(smem["v_free"].at[slot(n)])
-                wait_turn()
-                pass_turn()
+        reader.begin_turns()
+        reader.leave_values(skipped)
 
         def step(n, carry):
             """Scores of block n + 1, product of block n with its values."""
             weights, maximum, total, since = carry
-            here = slot(n)
+            here = reader.slot(n)
             # Read here, long before they are needed.
             factor = factor_of(n + 1)
             unit = scale_of("value_scale", n) / scale_of("value_scale", n + 1)
@@ -292,13 +264,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
                 new_weights, new_maximum, new_total, decay = softmax(s, maximum, total, n + 1, factor)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(smem["v_free"].at[here])
-                pass_turn()
+                reader.pass_turn()
                 # Not before: a register that the running product reads must not be written, and ptxas would serialise.
                 new_weights = mosaic.as_operand(new_weights, fp8.E4M3)
                 product[...], new_since = moved(n, product[...], since, decay * unit)
                 return new_weights, new_maximum, new_total, new_since
 
-            return with_scores(kernel, smem, q, slot(n + 1), beside_them, wait_turn)
+            return with_scores(kernel, smem, q, reader.slot(n + 1), beside_them, reader.wait_turn)
 
         def moved(n, o, since, decay):
             """(what the next block is added to, since); after every few blocks o goes over to the sums."""
@@ -321,10 +293,9 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
 
         carry = weights, maximum, total, since
         weights, maximum, total, since = lax.fori_loop(first, steps - 1, step, carry)
-        if config.turns:
-            pl.when(w == 0)(lambda: plgpu.barrier_wait(smem["turn"].at[0]))
+        reader.end_turns()
         plgpu.barrier_arrive(smem["q_free"])
-        last = slot(steps - 1)
+        last = reader.slot(steps - 1)
         unit = scale_of("value_scale", steps - 1)
         plgpu.barrier_wait(smem["v_ready"].at[last])
 
