@@ -331,7 +331,8 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         plgpu.barrier_arrive(smem["v_free"].at[last])  # after the question whether the tile was dirty
         nothing = total == 0.0
         inverse = jnp.where(nothing, 0.0, 1.0 / jnp.where(nothing, 1.0, total))
-        lse = jnp.where(nothing, -jnp.inf, maximum * math.log(2) + jnp.log(total))
+        # Both terms by what the maximum exceeds the largest logit, or nearly cancels: they would cancel.
+        lse = jnp.where(nothing, -jnp.inf, (maximum - spare) * math.log(2) + jnp.log(total * 2.0**spare))
         o = o_acc[...]
         return o * broadcast(inverse, o.shape), lse
 

@@ -148,7 +148,9 @@ def check(case: Case, config: Config | None = None, cores: int = 1, **options: A
     oracle, plain = attention(**arguments), attention(**arguments, precision=jnp.dtype(case.dtype))
     assert out.dtype == jnp.dtype(case.dtype) and lse.dtype == jnp.float32
     assert_close(out, oracle.out, plain.out, "out")
-    assert_close(lse, oracle.lse, plain.lse, "lse")
+    # Lagging maxima: logits relative to something up to 8 bits above the largest.
+    lazy = (config or hopper_config.default(case.spec())).lazy
+    assert_close(lse, oracle.lse, plain.lse, "lse", through=8.0 if lazy else 0.0)
 
 
 # A third of the pairs within the suite's time, the others with the long tests.
@@ -250,7 +252,7 @@ def check_heights(heights: np.ndarray, dtype: str) -> None:
     out, lse = run_interpreted(function, *arrays)
     oracle, plain = attention(**arguments), attention(**arguments, precision=jnp.dtype(dtype))
     assert_close(out, oracle.out, plain.out, "out")
-    assert_close(lse, oracle.lse, plain.lse, "lse")
+    assert_close(lse, oracle.lse, plain.lse, "lse", through=8.0)
 
 
 def test_what_a_row_gets_does_not_depend_on_the_others():
