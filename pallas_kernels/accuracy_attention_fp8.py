@@ -3,7 +3,7 @@
     python -m pallas_kernels.accuracy_attention_fp8 --out notebooks/results/attention_fp8_accuracy.jsonl [--length 4096]
 
 Entries of q, k and v are N(0, 1) + N(0, 100) Bernoulli(0.001), one head of dim 128, no mask, mean over seeds (arXiv
-2407.08608, section 4.3). `implementation` is what rounds: the reference on a CPU, the kernel on Hopper. "full" is the
+2407.08608, section 4.3); by the reference on a CPU, by the kernel on Hopper. "full" is the
 call with precision="fp8"; "no transform" does not rotate; "whole" has one scale for a whole head, "baseline" neither;
 "bfloat16" and "float16" are calls without it.
 """

@@ -13,7 +13,7 @@ block: `blocks` says which blocks are dead, partial and full. Rows that see noth
 
 A row's weights need not be relative to its largest logit, only to one that keeps them in range. `lazy` takes the first
 block's, plus some bits, and in every other block asks no more than whether a weight would exceed 1; only then are
-maxima looked for, and sums scaled.
+maxima looked for, and sums scaled. (In bfloat16. The LSE is then as exact as float32 is near 8.)
 """
 
 import functools
@@ -231,12 +231,13 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     reader = Reader(kernel, smem, seen, w, count, values)
 
     # By how many bits a row's largest weight may lie below 1, so that later ones, which are 1 at most, need no new
-    # maximum. bfloat16 has exponents enough; float16 rounds weights below 2^-14 coarsely.
-    spare = 0.0 if not config.lazy else 8.0 if dtype == jnp.bfloat16 else 4.0
+    # maximum. float16 has no exponents to spare: what many keys weigh behind one large one would be rounded away.
+    lazy = config.lazy and dtype == jnp.bfloat16
+    spare = 8.0 if lazy else 0.0
 
     def finite(maximum):
         """A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself."""
-        return jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked or config.lazy else maximum
+        return jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked or lazy else maximum
 
     def weigh(s, maximum):
         """(weights, maximum, decay, moved); looks for a new maximum in every row."""
@@ -272,7 +273,7 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
         came before.
         """
         s = reader.visible(s, n)
-        how = weigh if total is None or not config.lazy else weigh_lazily
+        how = weigh_lazily if lazy and total is not None else weigh
         weights, new, decay, moved = how(s, maximum)
         sums = mosaic.columns_of(weights, 8)
         total = functools.reduce(jnp.add, sums if total is None else [total * broadcast(decay, (64, 8)), *sums])

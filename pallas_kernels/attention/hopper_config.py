@@ -24,7 +24,7 @@ class Schedule:
     `warpgroups` consumers of 64 queries each; `kv_block` keys a step; `stages` blocks of K and of V in flight; `turns`:
     the warpgroups alternate at the tensor cores; `persistent`: one CTA per SM takes tile after tile, and loads the next
     one while it finishes this; `uncleared`: scores go where no zeros were written before (`mosaic.product`); `lazy`:
-    a row's weights are relative to a new maximum only where they would be too large (`hopper_softmax`);
+    a row's weights are relative to a new maximum only where they would be too large (`hopper`; not for float16);
     `l2_mib`: heads run side by side as long as their keys and values fit into so many MiB.
     """
 
@@ -125,17 +125,16 @@ def head_dims(spec: AttentionSpec) -> tuple[int, int]:
 def default(spec: AttentionSpec) -> Config:
     """The forward configuration for a call that nobody has tuned (H200, 2026-11; ARCHITECTURE.md, log).
 
-    A persistent grid gains at head dims 64 and 128, where Q, K, V and the output fit side by side; so do turns.
+    A persistent grid gains at head dims 64 and 128, where Q, K, V and the output fit side by side.
     """
     H, H_v = head_dims(spec)
     persistent = max(H, H_v) <= 128
-    own_output = persistent or H != H_v
-    first = Config(turns=persistent, persistent=persistent, own_output=own_output, uncleared=True, lazy=True)
+    first = Config(turns=True, persistent=persistent, own_output=persistent or H != H_v, uncleared=True, lazy=True)
     if max(H, H_v) == 64:
-        return dataclasses.replace(first, warpgroups=3)
+        return dataclasses.replace(first, warpgroups=3, lazy=False)
     if max(H, H_v) == 128:
         return first
-    return dataclasses.replace(first, kv_block=64, stages=3 if (H, H_v) == (192, 128) else 2)
+    return dataclasses.replace(first, kv_block=64, turns=(H, H_v) == (192, 128))
 
 
 def candidates(spec: AttentionSpec) -> list[Config]:
@@ -145,7 +144,8 @@ def candidates(spec: AttentionSpec) -> list[Config]:
     both 15 % slower at least; persistent grids above 128 (spills) (ARCHITECTURE.md, log).
     """
     first = default(spec)
-    changes: list[dict[str, Any]] = [{}, {"lazy": False}, {"lazy": False, "uncleared": False}, {"persistent": False}]
+    changes: list[dict[str, Any]] = [{}, {"lazy": not first.lazy}, {"lazy": False, "uncleared": False}]
+    changes += [{"persistent": False}]
     changes += [{"stages": stages, "turns": turns} for stages, turns in itertools.product((2, 3), (False, True))]
     found = [dataclasses.replace(first, **change) for change in changes]
     return [config for config in dict.fromkeys(found) if fits(spec, config)]

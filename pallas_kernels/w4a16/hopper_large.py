@@ -308,8 +308,9 @@ def matmul(
     if (reason := _fits(spec, config, device)) is not None:
         raise ValueError(f"{spec.op}: {config=} for {spec!s} - {reason}. Choose one of `candidates`.")
     kernel = _Kernel(spec=spec, config=config, cores=_cores(device))
-    # TMA fills up with zeros, but Mosaic wants whole tiles of 8 x 64.
-    x = jnp.pad(x, ((0, -spec.M % 8), (0, spec.padded_K - spec.K)))
+    # TMA fills up with zeros, but Mosaic wants whole tiles of 8 x 64. And of columns two, as it leaves the index of a
+    # dim out that has one tile and is read by one: a step past the end would read the first one's x again.
+    x = jnp.pad(x, ((0, -spec.M % 8), (0, max(spec.padded_K, 2 * _K) - spec.K)))
     side = {"scales": scales} if zeros is None else {"scales": scales, "zeros": zeros}
     return _call(kernel, {"words": words, **side, "x": x})[: spec.M, : spec.N]
 
@@ -583,15 +584,25 @@ def _meet(kernel: _Kernel, gmem: dict[str, Any], tile: _Tile, mine: list[Any], s
 
 
 def _store(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], tile: _Tile, block: Any, y: Any) -> None:
-    """y^T (64, rows of x) of one block to memory; TMA leaves out rows past M."""
+    """y^T (64, rows of x) of one block to memory; TMA leaves out rows past M.
+
+    But not where y is one tile of 8 rows and so is what is stored: Mosaic leaves that index out, whatever it is.
+    """
     columns = pl.ds((tile.block + block) * 64, 64)
     share = y.shape[1]
     width = min(share, _OUT)
     staging = smem["out"].at[lax.axis_index("warpgroup"), pl.ds(0, width)]
     first = tile.token + tile.part * share
     for n, rows in enumerate(mosaic.columns_of(y.astype(kernel.spec.dtype), width)):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()
-        staging.T[...] = plgpu.layout_cast(rows, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, gmem["out"].at[pl.ds(first + n * width, width), columns])
+
+        def store(n=n, rows=rows):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()
+            staging.T[...] = plgpu.layout_cast(rows, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staging, gmem["out"].at[pl.ds(first + n * width, width), columns])
+
+        if width == 8 and kernel.spec.M <= 8:
+            pl.when(first + n * width < kernel.spec.M)(store)
+        else:
+            store()

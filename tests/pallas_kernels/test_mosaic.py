@@ -124,7 +124,9 @@ def test_a_product_reads_its_operands_until_it_has_finished(early):
         ones = plgpu.layout_cast(jnp.full((64,), 1, i32), mosaic.ROWS)
         odd = mosaic.any_of_warp(ones - ones) + 2 * mosaic.any_of_warp(ones)
         rows, below = ones.astype(f32), -1.0 - jnp.abs(y)
-        even = 4 * mosaic.any_not_negative(below, -rows) + mosaic.any_not_negative(below, rows) - 1
+        some = jnp.where(y > 0, y, below)  # of all warps some row, but not of all rows
+        even = 4 * mosaic.any_not_negative(below, -rows) + mosaic.any_not_negative(below, rows)
+        even = even + mosaic.any_not_negative(some, -rows) - 2
         out_ref[...] = mosaic.load_by_thread(parked) + y * (odd + even).astype(f32)
 
     tile = mosaic.swizzled((64, 128), a.dtype)

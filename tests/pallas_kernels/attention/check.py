@@ -64,7 +64,8 @@ def against_oracle(arguments: dict[str, Any], implementation: str | None, *, ret
     assert_close(out, oracle.out, plain.out, "out")
     if lse is not None:
         assert lse.dtype == jnp.promote_types(dtype, jnp.float32)
-        assert_close(lse, oracle.lse, plain.lse, "lse")
+        # That kernel's logits are relative to something up to 8 bits above the largest.
+        assert_close(lse, oracle.lse, plain.lse, "lse", through=8.0 if implementation == "hopper" else 0.0)
     for name, short in zip(DIFFERENTIABLE, ("dq", "dk", "dv", "dbias"), strict=True):
         if name in gradients:
             assert gradients[name].dtype == arguments[name].dtype
