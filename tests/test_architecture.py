@@ -45,7 +45,7 @@ def test_inside_a_kernel_family_only_api_imports_implementations(path):
     # Facts, the mathematics of a tile, the layout of packed operands; kernels share plans and configurations.
     shared = ("spec", "tile", "layout", "blocks", "fp8")
     if path.name.startswith("hopper"):
-        shared += ("blocks", "hopper_config", "hopper_fp8_config", "hopper_walk", "hopper_bwd_plan")
+        shared += ("blocks", "hopper_config", "hopper_fp8_config", "hopper_walk", "hopper_reader", "hopper_bwd_plan")
     if path.name == "hopper_fp8.py":
         shared += ("hopper_fp8_prologue",)  # a kernel that makes its operands
     for module, _ in imports(path):
