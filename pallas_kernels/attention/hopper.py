@@ -236,8 +236,8 @@ def _consume(kernel: _Kernel, gmem: dict[str, Any], smem: dict[str, Any], index:
     spare = 8.0 if lazy else 0.0
 
     def finite(maximum):
-        """A row that has seen nothing keeps the maximum -inf, and must not subtract it from itself."""
-        return jnp.where(maximum == -jnp.inf, 0.0, maximum) if kernel.masked or lazy else maximum
+        """A row that has seen nothing, or -inf alone, has that maximum, and must not subtract it from itself."""
+        return jnp.where(maximum == -jnp.inf, 0.0, maximum)
 
     def weigh(s, maximum):
         """(weights, maximum, decay, moved); looks for a new maximum in every row."""
